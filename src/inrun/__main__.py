@@ -1,0 +1,5 @@
+"""``python -m inrun``."""
+
+from inrun.cli import app
+
+app()

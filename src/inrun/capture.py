@@ -1,0 +1,431 @@
+"""Watches the operations of a forward pass in which parameters meet examples.
+
+A ``TorchFunctionMode`` sees every call while a batch is open. Each tensor is one of
+
+* *batched*: made of the batch's data; a ``Layout`` says where its examples are;
+* *parametric*: a watched parameter or made of parameters alone (a ``Node``);
+* *unknown*: made of the data, but the examples are no longer apart in it (a loss);
+* *constant*: everything else.
+
+Where a parametric tensor meets a batched one, the output is tapped: an identity in the autograd
+graph whose backward receives δ and keeps a record per parametric operand. The model's own
+operations and their backward kernels run unchanged (``training="bitwise"``), or, where
+per-example gradients of a weight are formed anyway, its gradient is their sum
+(``training="fast"``).
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from inrun.errors import BatchError, CaptureError
+from inrun.layout import Layout, follow, in_place, name_of, tensors_in
+from inrun.nodes import Node
+from inrun.ops import Call, Dense, Form, Record, op_rule, replay
+
+
+class _Kind:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+CONSTANT, UNKNOWN = _Kind("constant"), _Kind("unknown")
+_PASS = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+
+
+@dataclass
+class MicroBatch:
+    """The records of one ``with run.batch(ids)``."""
+
+    B: int
+    autocast: tuple[str, bool, torch.dtype] | None = None
+    records: dict[Node, list[Record]] = field(default_factory=dict)
+    bytes: int = 0
+    fired: bool = False
+
+    def add(self, node: Node, record: Record) -> None:
+        """Keep a record; materialised gradients of the same operand are summed."""
+        kept = self.records.setdefault(node, [])
+        for i, other in enumerate(kept):
+            if isinstance(record, Dense) and isinstance(other, Dense):
+                kept[i] = other + record
+                return
+        kept.append(record)
+        self.bytes += sum(t.numel() * t.element_size() for t in record.tensors())
+
+
+class Capture:
+    """The mode, what it has recorded, and the hooks that keep it alive during recomputation.
+
+    Args:
+        model: the user's model.
+        params: the parameters to score, by name.
+        batch_dim: the dimension of the examples in the model's inputs.
+        form: force the ghost or the materialised form where an operation has both.
+        fast: form weight gradients as sums of per-example gradients.
+        offload: keep records in host memory.
+        limit: bytes the records of one step may take on a device; None leaves it to the run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Mapping[str, Tensor],
+        *,
+        batch_dim: int = 0,
+        form: Form = "auto",
+        fast: bool = False,
+        offload: bool = False,
+        check_memory: Callable[[int], None] = lambda new: None,
+    ) -> None:
+        self.model = model
+        self.nodes = {p: Node.parameter(name, p) for name, p in params.items()}
+        self.batch_dim, self.form, self.fast, self.offload = batch_dim, form, fast, offload
+        self.check_memory = check_memory
+        self.coverage: dict[str, set[tuple[str, str]]] = {}
+        self.live: MicroBatch | None = None
+        self._mode = _Mode(self)
+        self._info: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._by_storage: dict[Any, Layout] = {}
+        self._constants: set[int] = set()
+        self._shapes: list[tuple[int, ...]] = []
+        self._reentered = threading.local()
+        self._hooks: list[Any] = []
+
+    @contextmanager
+    def batch(self, B: int) -> Iterator[MicroBatch]:
+        """Record the operations run inside, for B examples."""
+        self.live = MicroBatch(B)
+        self._shapes = []
+        self._constants = {id(t) for t in (*self.model.buffers(), *self.model.parameters())}
+        try:
+            # A compiled model runs eagerly while it is watched: the mode sees its operations.
+            with torch.compiler.set_stance("force_eager"), self._mode:
+                yield self.live
+            if not self.live.fired:
+                raise self._nothing_recorded(self.live)
+        finally:
+            self.live = None
+            for handle in self._hooks:
+                handle.remove()
+            self._hooks = []
+            self._info = WeakTensorKeyDictionary()
+            self._by_storage = {}
+
+    # The mode
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """One intercepted call."""
+        if func in _PASS:
+            return func(*args, **kwargs)
+        tensors = tensors_in(args, kwargs)
+        infos = [self._find(t) for t in tensors]
+        parametric = any(type(x) is Node for x in infos)
+        batched = any(type(x) is Layout or x is UNKNOWN for x in infos)
+        if parametric and batched and torch.is_grad_enabled():
+            return self._meet(func, args, kwargs)
+        if parametric and batched:  # no gradients: the first pass of a reentrant checkpoint
+            self._expect_recomputation()
+        out = func(*args, **kwargs)
+        if batched:
+            self._note_batched(func, args, kwargs, out)
+        elif parametric:
+            self._note_parametric(func, args, kwargs, out)
+        else:
+            for t in tensors_in(out):
+                self._info[t] = CONSTANT
+        return out
+
+    def _find(self, t: Tensor) -> Any:
+        info = self._info.get(t)
+        if info is None:
+            node = self.nodes.get(t) if isinstance(t, nn.Parameter) else None
+            info = self._info[t] = node or self._classify(t)
+        return info
+
+    def _classify(self, t: Tensor) -> Layout | _Kind:
+        """A tensor from outside: the batch's data, unless it belongs to the model."""
+        assert self.live is not None
+        if id(t) in self._constants:
+            return CONSTANT
+        if getattr(self._reentered, "by", None):
+            known = self._by_storage.get(_storage_key(t))
+            if known is not None:
+                return known
+        if t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B:
+            return Layout(self.batch_dim)
+        if t.ndim > 0:
+            self._shapes.append(tuple(t.shape))
+        return UNKNOWN if t.requires_grad and not t.is_leaf else CONSTANT
+
+    def _layout(self, t: Any) -> Layout | None:
+        info = self._find(t) if isinstance(t, Tensor) else None
+        return info if type(info) is Layout else None
+
+    def _note_batched(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        assert self.live is not None
+        if name_of(func) == "setitem":
+            self._note_written(args[0], args[2])
+        for t in tensors_in(out):
+            layout = follow(func, args, kwargs, t, self._layout, self.live.B)
+            self._remember(t, layout)
+
+    def _note_written(self, target: Tensor, value: Any) -> None:
+        """``target[...] = value``: the target takes the value's examples, aligned from the right."""
+        assert self.live is not None
+        if self._layout(target) is not None:
+            return
+        found = self._layout(value)
+        if found is not None:
+            dim = found.dim + target.ndim - value.ndim
+            size = found.outer * self.live.B * found.inner
+            found = replace(found, dim=dim) if dim >= 0 and target.shape[dim] == size else None
+        self._remember(target, found)
+
+    def _remember(self, t: Tensor, layout: Layout | None) -> None:
+        self._info[t] = layout or UNKNOWN
+        if layout is not None and t.is_floating_point():
+            self._by_storage[_storage_key(t)] = layout
+
+    def _note_parametric(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        leaves, spec = tree_flatten((args, kwargs))
+        infos = [self._find(x) if isinstance(x, Tensor) else None for x in leaves]
+        same = [id(x) for x in leaves]
+        nodes = [n if type(n) is Node else x for x, n in zip(leaves, infos, strict=True)]
+        for i, t in enumerate(tree_flatten(out)[0]):
+            if not isinstance(t, Tensor) or (id(t) in same and not in_place(func)):
+                continue  # ``W.to(same type)`` is W
+            index = None if isinstance(out, Tensor) else i
+            self._info[t] = (
+                Node.derived(func, nodes, spec, index, name_of(func))
+                if t.requires_grad
+                else CONSTANT
+            )
+
+    def _meet(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A parametric tensor meets the examples: run the operation and tap its output."""
+        assert self.live is not None
+        rule = op_rule(func)
+        if rule is None and (body := _composite(func)) is not None:
+            with self._mode:
+                return body(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        infos = [self._find(x) if isinstance(x, Tensor) else None for x in leaves]
+        nodes = tuple(x if type(x) is Node else None for x in infos)
+        layouts = tuple(x if type(x) is Layout else None for x in infos)
+        saved = [x.detach() if n is not None else x for x, n in zip(leaves, nodes, strict=True)]
+        if in_place(func) and name_of(func) not in ("add", "sub"):
+            saved[0] = saved[0].clone()
+        pure = getattr(torch, name_of(func), None) if in_place(func) else func
+        call = Call(pure or func, spec, tuple(saved), nodes, layouts, Layout(0), self.live.B, self.form)
+
+        operand, weight = None, None
+        if self.fast and rule is not None and rule.weight is not None:
+            weight = call.at(*rule.weight)
+            summable = weight is not None and nodes[weight] is not None and rule.materialises(call)
+            if summable and weight is not None:
+                operand = leaves[weight]
+                leaves[weight] = operand.detach()
+                args, kwargs = tree_unflatten(leaves, spec)
+        out = func(*args, **kwargs)
+        if not isinstance(out, Tensor) or pure is None:
+            self._refuse(call, tensors_in(out), "it has no rule")
+        if not out.requires_grad and operand is None:
+            self._note_batched(func, args, kwargs, out)
+            return out
+        layout = follow(func, args, kwargs, out, self._layout, self.live.B)
+        if layout is None:
+            self._refuse(call, [out], "the examples cannot be told apart in its output")
+        if _saved_tensors_hooks():
+            self._expect_recomputation()
+        device = out.device.type
+        self.live.autocast = (
+            device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        )  # fmt: skip
+        call = replace(call, layout=layout)
+        tap = _Tapped(call, rule.records if rule else replay, self.live, self, weight)
+        out = _Tap.apply(_own(out), operand, tap)
+        self._remember(out, layout)
+        return out
+
+    def receive(self, tap: _Tapped, call: Call, delta: Tensor) -> Tensor | None:
+        """δ has arrived: keep the records; the sum over examples of the operand's, if asked."""
+        total = None
+        operand = call.nodes[tap.weight] if tap.weight is not None else None
+        try:
+            pairs = list(tap.rule(call, delta))
+        except NotImplementedError as e:
+            self._refuse(call, [delta], str(e))
+        for node, record in pairs:
+            for root in node.roots:
+                form = type(record).__name__.lower()
+                self.coverage.setdefault(root, set()).add((call.name, form))
+            if operand is node and isinstance(record, Dense):
+                dtype = torch.float64 if record.grads.dtype == torch.float64 else torch.float32
+                total = record.grads.sum(0, dtype=dtype)
+            if self.offload:
+                record = record.map(lambda t: t.to("cpu", non_blocking=False))
+            before = tap.micro.bytes
+            tap.micro.add(node, record)
+            self.check_memory(tap.micro.bytes - before)
+        tap.micro.fired = True
+        return total
+
+    # Errors
+
+    def _refuse(self, call: Call, outs: list[Tensor], why: str) -> Any:
+        names = sorted({r for n in call.nodes if n is not None for r in n.roots})
+        inputs = [tuple(x.shape) for x in call.leaves if isinstance(x, Tensor)]
+        raise CaptureError(
+            f"parameter {', '.join(names)} takes part in the operation '{call.name}' "
+            f"(inputs of shape {inputs}, output {[tuple(t.shape) for t in outs]}), and {why}. "
+            "If the batch dimension is not the first, pass watch(..., batch_dim=...). Otherwise "
+            f"leave the parameter out with watch(..., ignore={names!r}), or teach inrun the "
+            "operation with inrun.register_layout (where the examples are in its output) and "
+            "inrun.register_op (docs/operations.md)."
+        )
+
+    def _nothing_recorded(self, micro: MicroBatch) -> Exception:
+        if self._shapes and not any(isinstance(x, Layout) for x in self._info.values()):
+            return BatchError(
+                f"run.batch got {micro.B} ids, but no tensor that entered the model has size "
+                f"{micro.B} in dimension {self.batch_dim}; shapes seen: {self._shapes[:4]}. Pass "
+                "one id per example, or watch(..., batch_dim=...) if the examples are elsewhere."
+            )
+        return BatchError(
+            "no backward() ran through the model inside run.batch(ids), so there is nothing to "
+            "score. Call the forward pass and loss.backward() inside the with block."
+        )
+
+    # Activation checkpointing recomputes in the autograd engine, where no mode is on. Hooks on the
+    # modules turn it on again; they are there only from the moment checkpointing is seen.
+
+    def _expect_recomputation(self) -> None:
+        for module in () if self._hooks else self.model.modules():
+            self._hooks.append(module.register_forward_pre_hook(self._enter_module))
+            leave = module.register_forward_hook(self._leave_module, always_call=True)
+            self._hooks.append(leave)
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if self.live is None or self._mode in _get_current_function_mode_stack():
+            return
+        self._mode.__enter__()
+        self._reentered.__dict__.setdefault("by", []).append(module)
+
+    def _leave_module(self, module: nn.Module, args: Any, out: Any) -> None:
+        by = getattr(self._reentered, "by", None)
+        if by and by[-1] is module:
+            by.pop()
+            self._mode.__exit__(None, None, None)
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, capture: Capture) -> None:
+        super().__init__()
+        self.capture = capture
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.capture.call(func, args, kwargs or {})
+
+
+@dataclass(frozen=True)
+class _Tapped:
+    """What the tap needs when δ arrives."""
+
+    call: Call
+    rule: Any
+    micro: MicroBatch
+    capture: Capture
+    weight: int | None
+
+
+class _Tap(torch.autograd.Function):
+    """The identity; its backward hands δ to the capture.
+
+    Inputs that belong to the examples are saved the way autograd saves its own, so activation
+    checkpointing drops and recomputes them like the rest.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, operand: Tensor | None, tap: _Tapped) -> Tensor:
+        call = tap.call
+        where = [i for i, x in enumerate(call.layouts) if x is not None]
+        ctx.save_for_backward(*(call.leaves[i] for i in where))
+        rest = tuple(None if i in where else x for i, x in enumerate(call.leaves))
+        ctx.where = where
+        ctx.operand = None if operand is None else operand.dtype
+        ctx.tap = replace(tap, call=replace(call, leaves=rest))
+        ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, delta: Tensor) -> Any:  # type: ignore[override]
+        tap = ctx.tap
+        if torch.is_grad_enabled():
+            tap.capture._refuse(
+                tap.call, [delta], "its gradient is differentiated again (create_graph=True)"
+            )
+        leaves = list(tap.call.leaves)
+        for i, x in zip(ctx.where, ctx.saved_tensors, strict=True):
+            leaves[i] = x.detach()
+        call = replace(tap.call, leaves=tuple(leaves))
+        with torch._C.DisableTorchFunction(), torch.autocast(delta.device.type, enabled=False):
+            total = tap.capture.receive(tap, call, delta)
+        if ctx.operand is None:
+            return delta, None, None
+        assert total is not None
+        return delta, total.to(ctx.operand), None
+
+
+def _own(out: Tensor) -> Tensor:
+    """The tap marks its input as written to; a node that saved its own output needs a copy."""
+    saves = out.grad_fn is not None and "_saved_result" in dir(type(out.grad_fn))
+    return out.clone() if saves or out._is_view() else out
+
+
+def _saved_tensors_hooks() -> bool:
+    """Are saved tensors packed by somebody (non-reentrant checkpointing, offloading)?"""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _storage_key(t: Tensor) -> Any:
+    try:
+        return t.data_ptr(), tuple(t.shape), t.stride(), t.device
+    except RuntimeError:  # a tensor without storage: inside vmap and the like
+        return None
+
+
+_BODIES: dict[Any, Any] = {}
+
+
+def _composite(func: Any) -> Any:
+    """The body of a Python function of torch, without its own dispatch to the mode.
+
+    Its inner operations then come to the mode one by one (``F.multi_head_attention_forward``).
+    """
+    if func not in _BODIES:
+        body = None
+        if isinstance(func, types.FunctionType) and "has_torch_function" in func.__globals__:
+            never = {
+                k: (lambda *args: False)
+                for k in func.__globals__
+                if k.startswith("has_torch_function")
+            }
+            body = types.FunctionType(
+                func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__,
+                func.__closure__,
+            )  # fmt: skip
+            body.__kwdefaults__ = func.__kwdefaults__
+        _BODIES[func] = body
+    return _BODIES[func]

@@ -1,0 +1,108 @@
+"""From a validation gradient to a direction for the batch gradient, through the optimizer.
+
+For one step the update of every parameter is known as a function of the gradient (rules/). The
+weights move on a straight path from w_∅, where momentum and decay alone would take them, to w_B,
+where the batch takes them; an estimator is a linear map and the points of that path at which the
+validation gradient is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inrun.rules.base import LinearMap, Rule
+
+# Where on the path w_∅ → w_B (0 → 1) the gradient is taken; None is w_t, before the step.
+POINTS: dict[str, tuple[float | None, ...]] = {
+    "current": (None,),
+    "midpoint": (0.5,),
+    "gauss2": (0.5 - math.sqrt(3) / 6, 0.5 + math.sqrt(3) / 6),
+}
+DEFAULT_POINT = {"secant": "midpoint", "tangent": "current", "sgd": "current"}
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """``kind`` is secant, tangent or sgd; ``point`` where the validation gradient is taken."""
+
+    name: str
+    kind: str
+    point: str
+
+    @staticmethod
+    def parse(text: str, point: str | None) -> Estimator:
+        """``"secant"``, or with a point of its own: ``"secant+gauss2"``."""
+        kind, _, own = text.partition("+")
+        if kind not in DEFAULT_POINT:
+            raise ValueError(f"estimator {text!r} is not known: use {', '.join(DEFAULT_POINT)}")
+        point = own or point or DEFAULT_POINT[kind]
+        if point not in POINTS:
+            raise ValueError(f"point {point!r} is not known: use {', '.join(POINTS)}")
+        return Estimator(text, kind, point)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """One parameter of a step: weights, the gradient the optimizer receives, state and options."""
+
+    p: Tensor
+    g: Tensor
+    rule: Rule
+    state: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+    @staticmethod
+    def of(p: Tensor, g: Tensor, rule: Rule, state: Mapping[str, Any], options: Any) -> Moved:
+        """Half precision is computed in float32: a secant of rounded numbers would be noise."""
+        if p.dtype in (torch.float16, torch.bfloat16):
+            state = {k: _single(x) if k != "step" else x for k, x in state.items()}
+        return Moved(p, _single(g), rule, state, options)
+
+    @property
+    def w(self) -> Tensor:
+        return _single(self.p.detach())
+
+    def at(self, x: float) -> Tensor:
+        """The weights at a point of the path, 0 without the batch, 1 with it."""
+        args = (self.w, self.state, self.options)
+        with_batch = self.rule.update(self.g, *args) if x else 0.0
+        without = self.rule.update(torch.zeros_like(self.g), *args) if x != 1 else 0.0
+        w = self.rule.decay(self.options) * self.w - ((1 - x) * without + x * with_batch)
+        return w.to(self.p.dtype)
+
+    def map(self, kind: str) -> LinearMap:
+        """The estimator's linear map for this parameter."""
+        if kind == "sgd":
+            lr = -self.options["lr"] if self.options.get("maximize") else self.options["lr"]
+            return lambda v: lr * v
+        make = self.rule.secant if kind == "secant" else self.rule.tangent
+        return make(self.g, self.w, self.state, self.options)
+
+
+def _single(x: Any) -> Any:
+    half = isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16)
+    return x.float() if half else x
+
+
+@contextmanager
+def weights_at(moved: Sequence[Moved], x: float | None) -> Iterator[None]:
+    """The model with the weights of a point of the path; then its own, the very same memory."""
+    if x is None:
+        yield
+        return
+    own = [m.p.data for m in moved]
+    try:
+        with torch.no_grad():
+            for m in moved:
+                m.p.data = m.at(x)
+        yield
+    finally:
+        for m, data in zip(moved, own, strict=True):
+            m.p.data = data

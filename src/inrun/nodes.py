@@ -1,0 +1,97 @@
+"""Parameters and the tensors made of parameters alone, before they meet an example.
+
+``W.t()``, a cast, a class token expanded over the batch, position embeddings looked up for
+``arange(T)``: such a tensor is a *node*. It is treated as a parameter of its own, and a direction
+u of the parameters is carried to it by its own derivative, u_node = (∂node/∂W) u, so per-example
+gradients never have to be pulled back through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as fwd
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A watched parameter (``param`` is set) or the result of ``func`` on nodes and constants."""
+
+    name: str
+    param: Tensor | None = None
+    func: Callable[..., Any] | None = None
+    leaves: tuple[Any, ...] = ()
+    spec: TreeSpec | None = None
+    index: int | None = None  # which of several results
+    roots: frozenset[str] = field(default_factory=frozenset)
+
+    @staticmethod
+    def parameter(name: str, param: Tensor) -> Node:
+        return Node(name, param=param, roots=frozenset([name]))
+
+    @staticmethod
+    def derived(func: Any, leaves: list[Any], spec: TreeSpec, index: int | None, op: str) -> Node:
+        """``leaves`` hold nodes where the operation had parametric operands."""
+        roots = frozenset().union(*(x.roots for x in leaves if isinstance(x, Node)))
+        name = f"{op}({', '.join(sorted(roots))})"
+        kept = tuple(x.detach() if isinstance(x, Tensor) else x for x in leaves)
+        return Node(name, None, func, kept, spec, index, roots)
+
+
+def directions(node: Node, u: Mapping[str, Tensor]) -> Tensor | None:
+    """The direction of a node when the parameters move along ``u`` (None: it does not move)."""
+    if node.param is not None:
+        return u.get(node.name)
+    if not node.roots & u.keys():
+        return None
+    with torch.no_grad(), fwd.dual_level():
+        inputs = {
+            x.name: fwd.make_dual(x.param.detach(), u[x.name].to(x.param.dtype))
+            if x.name in u
+            else x.param.detach()
+            for x in _parameters(node)
+            if x.param is not None
+        }
+        return fwd.unpack_dual(_evaluate(node, inputs, {})).tangent
+
+
+def pull_back(node: Node, rows: Tensor) -> dict[str, Tensor]:
+    """Per-example gradients [B, *node] as per-example gradients [B, *W] of each parameter."""
+    if node.param is not None:
+        return {node.name: rows}
+    with torch.enable_grad():
+        inputs = {
+            x.name: x.param.detach().requires_grad_()
+            for x in _parameters(node)
+            if x.param is not None
+        }
+        out = _evaluate(node, inputs, {})
+        grads = [
+            torch.autograd.grad(out, list(inputs.values()), g.to(out.dtype), retain_graph=True)
+            for g in rows
+        ]
+    return {k: torch.stack(g) for k, g in zip(inputs, zip(*grads, strict=True), strict=True)}
+
+
+def _parameters(node: Node) -> list[Node]:
+    if node.param is not None:
+        return [node]
+    return [x for n in node.leaves if isinstance(n, Node) for x in _parameters(n)]
+
+
+def _evaluate(node: Node, inputs: Mapping[str, Tensor], done: dict[int, Tensor]) -> Tensor:
+    """The node's tensor again, from these values of the parameters."""
+    if node.param is not None:
+        return inputs[node.name]
+    if id(node) not in done:
+        assert node.func is not None and node.spec is not None
+        leaves = [_evaluate(x, inputs, done) if isinstance(x, Node) else x for x in node.leaves]
+        args, kwargs = tree_unflatten(leaves, node.spec)
+        out = node.func(*args, **kwargs)
+        done[id(node)] = out if node.index is None else tree_flatten(out)[0][node.index]
+    return done[id(node)]

@@ -1,0 +1,205 @@
+"""One operation in which a watched parameter took part, and the registry of rules for them.
+
+A rule is a pure function ``rule(call, delta)`` that yields ``(node, record)`` pairs: for each
+parametric operand of the call, its per-example gradients given δ = ∂L/∂(output). ``node`` says
+which operand it is (see capture.py); records are in records.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from inrun.layout import Layout, name_of, to_rows
+from inrun.ops.records import Aligned, Dense, Record, Replay
+
+Form = Literal["auto", "ghost", "materialise"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """``func(*args, **kwargs)`` with its arguments flattened into leaves.
+
+    ``nodes`` marks the leaves that are parametric operands, ``layouts`` the batched ones;
+    ``layout`` is the output's.
+    """
+
+    func: Callable[..., Any]
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+    nodes: tuple[Any, ...]
+    layouts: tuple[Layout | None, ...]
+    layout: Layout
+    B: int
+    form: Form = "auto"
+
+    @cached_property
+    def _places(self) -> Any:
+        return tree_unflatten(list(range(len(self.leaves))), self.spec)
+
+    @cached_property
+    def _values(self) -> Any:
+        return tree_unflatten(list(self.leaves), self.spec)
+
+    @property
+    def name(self) -> str:
+        return name_of(self.func)
+
+    def at(self, position: int, keyword: str) -> int | None:
+        """The leaf of an argument given by position or keyword; None if it was not given."""
+        args, kwargs = self._places
+        found = args[position] if position < len(args) else kwargs.get(keyword)
+        return found if isinstance(found, int) else None
+
+    def value(self, position: int, keyword: str, default: Any = None) -> Any:
+        """The value of an argument, whole (a list stays a list)."""
+        args, kwargs = self._values
+        return args[position] if position < len(args) else kwargs.get(keyword, default)
+
+    def node(self, position: int, keyword: str) -> Any:
+        """The parametric operand at this argument, or None."""
+        leaf = self.at(position, keyword)
+        return None if leaf is None else self.nodes[leaf]
+
+    def rows(self, position: int, keyword: str) -> Tensor:
+        """A batched argument with the examples in front."""
+        leaf = self.at(position, keyword)
+        assert leaf is not None
+        layout = self.layouts[leaf]
+        assert layout is not None
+        return to_rows(self.leaves[leaf], layout, self.B)
+
+    def split(self, out: Tensor) -> Tensor:
+        """The output, or a tensor of its shape, with the examples in front."""
+        return to_rows(out, self.layout, self.B)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """[B, …, N] as [B, T, N]."""
+        return x.reshape(self.B, -1, x.shape[-1])
+
+    def batched(self, position: int, keyword: str) -> bool:
+        leaf = self.at(position, keyword)
+        return leaf is not None and self.layouts[leaf] is not None
+
+    def run(self, leaf: int, value: Tensor) -> Tensor:
+        """The operation again, with another value for one leaf."""
+        leaves = list(self.leaves)
+        leaves[leaf] = value
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return self.func(*args, **kwargs)
+
+
+RuleFunction = Callable[[Call, Tensor], Iterator[tuple[Any, Record]]]
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """A rule, and for operations with a weight matrix where it is and when to materialise it.
+
+    ``weight`` is the argument whose gradient is most of the backward pass: with
+    ``training="fast"`` it is formed as the sum of the per-example gradients.
+    """
+
+    records: RuleFunction
+    weight: tuple[int, str] | None = None
+    sizes: Callable[[Call], tuple[int, int] | None] | None = None
+
+    def materialises(self, call: Call) -> bool:
+        """Keep whichever is smaller: activations and errors, or per-example gradients.
+
+        ``sizes`` counts the numbers kept in ghost form and materialised; None: the call is of a
+        kind that is replayed.
+        """
+        sizes = self.sizes(call) if self.sizes is not None else None
+        if sizes is None:
+            return False
+        if call.form != "auto":
+            return call.form == "materialise"
+        return sizes[1] <= sizes[0]
+
+
+_RULES: dict[Any, OpRule] = {}
+
+
+def register_op(
+    *funcs: Any,
+    weight: tuple[int, str] | None = None,
+    sizes: Callable[[Call], tuple[int, int] | None] | None = None,
+) -> Callable[[RuleFunction], RuleFunction]:
+    """Decorator: the function below gives the records of these operations.
+
+    ``funcs`` are functions, or names that stand for all spellings of an operation.
+    """
+
+    def decorate(rule: RuleFunction) -> RuleFunction:
+        for func in funcs:
+            _RULES[func] = OpRule(rule, weight, sizes)
+        return rule
+
+    return decorate
+
+
+def op_rule(func: Callable[..., Any]) -> OpRule | None:
+    """The rule of an operation: its own, or that of its name."""
+    return _RULES.get(func) or _RULES.get(name_of(func))
+
+
+def replay(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
+    """The rule for every operation that has none: its own derivative along the direction."""
+    for leaf, node in enumerate(call.nodes):
+        if node is not None:
+            yield node, replay_leaf(call, leaf, delta)
+
+
+def replay_leaf(call: Call, leaf: int, delta: Tensor, linear: bool = False) -> Replay:
+    held = tuple(
+        x
+        for i, x in enumerate(call.leaves)
+        if isinstance(x, Tensor) and call.layouts[i] is not None
+    )
+    return Replay(
+        apply=lambda W: call.run(leaf, W),
+        split=call.split,
+        delta=call.split(delta),
+        value=call.leaves[leaf],
+        linear=linear,
+        held=held,
+    )
+
+
+def reduce_to(call: Call, full: Tensor, leaf: int) -> Record | None:
+    """Gradients of the output's shape, summed over what a broadcast operand shares.
+
+    None where the operand spans merged example dimensions (then the operation is replayed).
+    """
+    W = call.leaves[leaf].shape
+    missing = full.ndim - len(W)
+    here = call.layout.dim - missing
+    if here >= 0 and W[here] == full.shape[call.layout.dim] != 1:
+        if call.layout.outer * call.layout.inner != 1:
+            return None
+        rows = call.split(full)
+        shape = W[:here] + W[here + 1 :]
+        return Aligned(sum_to(rows, (call.B, *shape), missing), here)
+    merged = call.layout.outer * call.layout.inner
+    shape = [call.B, *full.shape]
+    shape[1 + call.layout.dim] = merged
+    rows = call.split(full).reshape(shape)
+    return Dense(sum_to(rows, (call.B, *W), missing))
+
+
+def sum_to(rows: Tensor, shape: tuple[int, ...], missing: int) -> Tensor:
+    """Sum [B, …] down to [B, *W]: the leading dimensions W lacks, and those where W has 1."""
+    lead = rows.ndim - len(shape)
+    if lead:
+        rows = rows.sum(tuple(range(1, 1 + lead)))
+    ones = tuple(d for d in range(1, len(shape)) if shape[d] == 1 != rows.shape[d])
+    return (rows.sum(ones, keepdim=True) if ones else rows).reshape(shape)
+
+
+__all__ = ["Call", "Form", "OpRule", "op_rule", "reduce_to", "register_op", "replay"]

@@ -1,0 +1,52 @@
+"""Element-wise operations with a broadcast operand, and concatenation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from inrun.ops.call import Call, reduce_to, register_op, replay, replay_leaf
+from inrun.ops.records import Aligned, Record
+
+
+@register_op("add", "sub", "rsub")
+def add(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
+    """x ± alpha·W."""
+    alpha = call.value(2, "alpha", 1)
+    signs = {"add": (1, alpha), "sub": (1, -alpha), "rsub": (-alpha, 1)}[call.name]
+    for position, keyword, sign in ((0, "input", signs[0]), (1, "other", signs[1])):
+        leaf = call.at(position, keyword)
+        if leaf is not None and call.nodes[leaf] is not None:
+            full = delta if sign == 1 else delta * sign
+            yield call.nodes[leaf], reduce_to(call, full, leaf) or replay_leaf(call, leaf, delta)
+
+
+@register_op("mul", "multiply")
+def mul(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
+    """x · W: the gradient of one factor is δ times the other."""
+    first, second = call.at(0, "input"), call.at(1, "other")
+    assert first is not None and second is not None
+    for leaf, other in ((first, second), (second, first)):
+        if call.nodes[leaf] is not None:
+            full = delta * call.leaves[other]
+            yield call.nodes[leaf], reduce_to(call, full, leaf) or replay_leaf(call, leaf, delta)
+
+
+@register_op("cat", "concat", "concatenate")
+def cat(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
+    """Each operand's gradient is its part of δ."""
+    parts = call.value(0, "tensors")
+    dim = call.value(1, "dim", 0) % delta.ndim
+    if (call.layout.outer, call.layout.inner) != (1, 1):
+        yield from replay(call, delta)
+        return
+    start = 0
+    for leaf, part in enumerate(parts):  # the list comes first: its leaves are 0, 1, …
+        size = part.shape[dim]
+        if call.nodes[leaf] is not None:
+            own = delta.narrow(dim, start, size).movedim(call.layout.dim, 0)
+            yield call.nodes[leaf], Aligned(own.contiguous(), call.layout.dim)
+        start += size
+

@@ -1,0 +1,70 @@
+"""y = x Wᵀ + b in its spellings: F.linear, addmm (Hugging Face's Conv1D), matmul."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from inrun.ops.call import Call, op_rule, reduce_to, register_op, replay, replay_leaf
+from inrun.ops.records import Dense, Pair, Record
+
+
+def _weight(call: Call, x: tuple[int, str], node: Any, delta: Tensor, transposed: bool) -> Any:
+    a, d = call.tokens(call.rows(*x)), call.tokens(call.split(delta))
+    pair = Pair(a.to(d.dtype), d, transposed)  # under autocast the operation saw a in δ's type
+    rule = op_rule(call.func)
+    assert rule is not None
+    return node, Dense(pair.rows()) if rule.materialises(call) else pair
+
+
+def _plain(call: Call) -> bool:
+    return call.name != "addmm" or call.value(3, "beta", 1) == 1 == call.value(4, "alpha", 1)
+
+
+def _sizes(x: tuple[int, str], W: tuple[int, str]) -> Any:
+    """Numbers kept per example: T(I + O) in ghost form, I·O materialised."""
+
+    def sizes(call: Call) -> tuple[int, int] | None:
+        if not call.batched(*x) or call.value(*W).ndim != 2 or not _plain(call):
+            return None
+        inputs, weight = call.value(*x), call.value(*W)
+        n_in, n_out = inputs.shape[-1], weight.numel() // inputs.shape[-1]
+        T = inputs.numel() // (call.B * n_in)
+        return T * (n_in + n_out), n_in * n_out
+
+    return sizes
+
+
+@register_op("linear", weight=(1, "weight"), sizes=_sizes((0, "input"), (1, "weight")))
+def linear(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
+    """g_W = Σ_t δ_t ⊗ a_t, g_b = Σ_t δ_t."""
+    if (W := call.node(1, "weight")) is not None:
+        yield _weight(call, (0, "input"), W, delta, transposed=False)
+    if (b := call.node(2, "bias")) is not None:
+        yield b, Dense(call.tokens(call.split(delta)).sum(1))
+
+
+@register_op("addmm", weight=(2, "mat2"), sizes=_sizes((1, "mat1"), (2, "mat2")))
+def addmm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
+    """b + x W with W of shape [I, O]."""
+    if not _plain(call) or not call.batched(1, "mat1"):
+        yield from replay(call, delta)
+        return
+    if (W := call.node(2, "mat2")) is not None:
+        yield _weight(call, (1, "mat1"), W, delta, transposed=True)
+    if call.node(0, "input") is not None:
+        leaf = call.at(0, "input")
+        assert leaf is not None
+        yield call.nodes[leaf], reduce_to(call, delta, leaf) or replay_leaf(call, leaf, delta)
+
+
+@register_op("matmul", "mm", weight=(1, "other"), sizes=_sizes((0, "input"), (1, "other")))
+def matmul(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
+    """x W with a matrix W on the right; anything else is replayed."""
+    W = call.node(1, "other")
+    if W is None or not call.batched(0, "input") or call.value(1, "other").ndim != 2:
+        yield from replay(call, delta)
+    else:
+        yield _weight(call, (0, "input"), W, delta, transposed=True)

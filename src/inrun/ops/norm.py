@@ -1,0 +1,98 @@
+"""Normalisations with an affine part: y = x̂ · w + b. Only x̂ differs between them.
+
+With BatchNorm the rows interact through x̂; the gradient of w_i, the copy that row i uses, is
+still Σ δ_i x̂_i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inrun.ops.call import Call, reduce_to, register_op, replay_leaf
+from inrun.ops.records import Dense, Record
+
+Arg = tuple[int, str]
+
+
+def _affine(
+    call: Call, delta: Tensor, xhat: Callable[[], Tensor], w: Arg, b: Arg | None, channels: bool
+) -> Iterator[tuple[Any, Record]]:
+    for where, full in ((w, lambda: delta * xhat()), (b, lambda: delta)):
+        leaf = None if where is None else call.at(*where)
+        if leaf is not None and call.nodes[leaf] is not None:
+            yield call.nodes[leaf], _reduce(call, full(), leaf, channels)
+
+
+def _reduce(call: Call, full: Tensor, leaf: int, channels: bool) -> Record:
+    if not channels:
+        return reduce_to(call, full, leaf) or replay_leaf(call, leaf, full)
+    rows = call.split(full)  # [B, C, ...]: examples are in dimension 0 (layout.py sees to it)
+    return Dense(rows.flatten(2).sum(2) if rows.ndim > 2 else rows)
+
+
+@register_op("layer_norm", "rms_norm")
+def last_dimensions(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
+    """Over the last dimensions, which the weight has the shape of."""
+    x, shape = call.value(0, "input"), call.value(1, "normalized_shape")
+    if call.name == "rms_norm":
+        eps = call.value(3, "eps")
+        yield from _affine(
+            call, delta, lambda: F.rms_norm(x, shape, None, eps), (2, "weight"), None, False
+        )
+    else:
+        eps = call.value(4, "eps", 1e-5)
+        yield from _affine(
+            call, delta, lambda: F.layer_norm(x, shape, None, None, eps),
+            (2, "weight"), (3, "bias"), False,
+        )  # fmt: skip
+
+
+@register_op("group_norm")
+def group_norm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
+    x, groups, eps = call.value(0, "input"), call.value(1, "num_groups"), call.value(4, "eps", 1e-5)
+    yield from _affine(
+        call, delta, lambda: F.group_norm(x, groups, None, None, eps),
+        (2, "weight"), (3, "bias"), True,
+    )  # fmt: skip
+
+
+def _running(call: Call, mean: Arg, var: Arg, training: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Running statistics where they are used; none where the batch's own are, so none change."""
+    return (None, None) if training else (call.value(*mean), call.value(*var))
+
+
+@register_op(F.batch_norm)
+def batch_norm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
+    """``F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)``."""
+    yield from _batch_norm(call, delta, (1, "running_mean"), (2, "running_var"), (3, "weight"), (4, "bias"))  # fmt: skip
+
+
+@register_op(torch.batch_norm)
+def torch_batch_norm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
+    """``torch.batch_norm(x, weight, bias, mean, var, training, momentum, eps, cudnn)``."""
+    yield from _batch_norm(call, delta, (3, "running_mean"), (4, "running_var"), (1, "weight"), (2, "bias"))  # fmt: skip
+
+
+def _batch_norm(call: Call, delta: Tensor, mean: Arg, var: Arg, w: Arg, b: Arg) -> Any:
+    x, training, eps = call.value(0, "input"), call.value(5, "training", False), call.value(7, "eps", 1e-5)
+    m, v = _running(call, mean, var, training)
+    yield from _affine(
+        call, delta, lambda: F.batch_norm(x, m, v, None, None, training or m is None, 0.0, eps),
+        w, b, True,
+    )  # fmt: skip
+
+
+@register_op(F.instance_norm)
+def instance_norm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
+    """``F.instance_norm(x, mean, var, weight, bias, use_input_stats, momentum, eps)``."""
+    x, own, eps = call.value(0, "input"), call.value(5, "use_input_stats", True), call.value(7, "eps", 1e-5)
+    m, v = _running(call, (1, "running_mean"), (2, "running_var"), own)
+    yield from _affine(
+        call, delta, lambda: F.instance_norm(x, m, v, None, None, own, 0.0, eps),
+        (3, "weight"), (4, "bias"), True,
+    )  # fmt: skip

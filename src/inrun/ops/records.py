@@ -1,0 +1,180 @@
+"""What is kept of one use of a parameter until the optimizer steps.
+
+A record knows the per-example gradients g_i of one operand, of shape W, in one of several forms,
+and answers two questions: ``dot(u)``, the contraction ⟨u, g_i⟩ with a direction u of W's shape,
+and ``rows()``, the gradients themselves.
+
+Legend, for all files of this folder: B examples, T tokens (or positions) per example, I inputs,
+O outputs, V vocabulary, W the operand's own shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+R = TypeVar("R", bound="Record")
+
+
+@dataclass(frozen=True)
+class Record:
+    """Base of all forms."""
+
+    def dot(self, u: Tensor) -> Tensor:
+        """⟨u, g_i⟩ for each example: [B]."""
+        raise NotImplementedError
+
+    def rows(self) -> Tensor:
+        """g_i for each example: [B, *W]."""
+        raise NotImplementedError
+
+    def map(self: R, f: Callable[[Tensor], Tensor]) -> R:
+        """The same record with ``f`` applied to its tensors (moved to another device, say)."""
+        changed = {
+            x.name: f(value)
+            for x in fields(self)
+            if isinstance(value := getattr(self, x.name), Tensor)
+        }
+        return replace(self, **changed)
+
+    def tensors(self) -> list[Tensor]:
+        return [v for x in fields(self) if isinstance(v := getattr(self, x.name), Tensor)]
+
+
+@dataclass(frozen=True)
+class Dense(Record):
+    """Materialised: the per-example gradients themselves."""
+
+    grads: Tensor  # [B, *W]
+
+    def dot(self, u: Tensor) -> Tensor:
+        return wide(self.grads).flatten(1) @ wide(u).flatten()
+
+    def rows(self) -> Tensor:
+        return self.grads
+
+    def __add__(self, other: Dense) -> Dense:
+        return Dense(self.grads + other.grads)
+
+
+@dataclass(frozen=True)
+class Aligned(Record):
+    """The operand itself has one slice per example (an expanded class token): row i uses slice i."""
+
+    grads: Tensor  # [B, *W without its example dimension]
+    dim: int  # the example dimension of W
+
+    def dot(self, u: Tensor) -> Tensor:
+        return (wide(self.grads) * wide(u).movedim(self.dim, 0)).flatten(1).sum(1)
+
+    def rows(self) -> Tensor:
+        return torch.stack(
+            [_only(i, g, len(self.grads), self.dim) for i, g in enumerate(self.grads)]
+        )
+
+
+def _only(i: int, g: Tensor, B: int, dim: int) -> Tensor:
+    out = g.new_zeros((B, *g.shape))
+    out[i] = g
+    return out.movedim(0, dim)
+
+
+@dataclass(frozen=True)
+class Pair(Record):
+    """Ghost form of y = x Wᵀ: g_i = Σ_t δ_it ⊗ a_it is never formed; ⟨u, g_i⟩ = Σ_t δ_itᵀ u a_it."""
+
+    a: Tensor  # [B, T, I]
+    delta: Tensor  # [B, T, O]
+    transposed: bool = False  # W is [I, O] instead of [O, I]
+
+    def dot(self, u: Tensor) -> Tensor:
+        a, delta = together(self.a, self.delta)
+        u = u.to(a.dtype)
+        y = a @ (u if self.transposed else u.mT)
+        return (wide(y) * wide(delta)).sum((1, 2))
+
+    def rows(self) -> Tensor:
+        a, delta = together(self.a, self.delta)
+        return a.mT @ delta if self.transposed else delta.mT @ a
+
+
+@dataclass(frozen=True)
+class Lookup(Record):
+    """Ghost form of an embedding: g_i has δ_it added to row ids_it."""
+
+    ids: Tensor  # [B, T]
+    delta: Tensor  # [B, T, O]; zero where the id is the padding's
+    size: int  # V
+
+    def dot(self, u: Tensor) -> Tensor:
+        return (wide(u)[self.ids] * wide(self.delta)).sum((1, 2))
+
+    def rows(self) -> Tensor:
+        B, T, O = self.delta.shape  # noqa: E741
+        out = self.delta.new_zeros(B * self.size, O)
+        at = self.ids + torch.arange(B, device=self.ids.device)[:, None] * self.size
+        return out.index_add_(0, at.flatten(), self.delta.reshape(B * T, O)).view(B, self.size, O)
+
+
+@dataclass(frozen=True)
+class Replay(Record):
+    """Any operation: ⟨u, g_i⟩ = ⟨δ_i, (∂f/∂W · u)_i⟩, the operation's own derivative along u.
+
+    ``apply(W)`` runs the operation with everything but the operand fixed; ``split`` puts the
+    examples of its output in front.
+    """
+
+    apply: Callable[[Tensor], Tensor]
+    split: Callable[[Tensor], Tensor]
+    delta: Tensor  # [B, ...]
+    value: Tensor  # the operand, W
+    linear: bool = False  # f(W + u) = f(W) + f(u): applying it to u is the derivative
+    held: tuple[Tensor, ...] = ()  # what ``apply`` keeps alive, for the memory account
+
+    def dot(self, u: Tensor) -> Tensor:
+        u = u.to(self.value.dtype)
+        if self.linear:
+            tangent = self.apply(u)
+        else:
+            import torch.autograd.forward_ad as fwd
+
+            with fwd.dual_level():
+                out = self.apply(fwd.make_dual(self.value, u))
+                tangent = fwd.unpack_dual(out).tangent
+                if tangent is None:
+                    tangent = torch.zeros_like(out)
+        return (wide(self.split(tangent)) * wide(self.delta)).flatten(1).sum(1)
+
+    def rows(self) -> Tensor:
+        with torch.enable_grad():
+            W = self.value.detach().requires_grad_()
+            y = self.split(self.apply(W))
+            return torch.stack(
+                [
+                    torch.autograd.grad(y[i], W, self.delta[i], retain_graph=True)[0]
+                    for i in range(len(self.delta))
+                ]
+            )
+
+    def map(self: R, f: Callable[[Tensor], Tensor]) -> R:
+        return self  # its operation is bound to the device it ran on
+
+    def tensors(self) -> list[Tensor]:
+        return [self.delta, *self.held]
+
+
+def wide(x: Tensor) -> Tensor:
+    """At least float32: sums over many products do not fit half precision."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def together(a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in one type for a product: float32 if either is float16, whose range is too small."""
+    if torch.float16 in (a.dtype, delta.dtype):
+        return a.float(), delta.float()
+    dtype: Any = a.dtype if a.dtype == delta.dtype else torch.promote_types(a.dtype, delta.dtype)
+    return a.to(dtype), delta.to(dtype)

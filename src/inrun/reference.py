@@ -1,0 +1,207 @@
+"""Slow and obvious definitions of everything: the oracle of the tests and of ``Run.check``.
+
+Nothing here shares code with the fast path. Losses, gradients and optimizer steps are taken with
+the real model, real ``backward()`` and real ``optimizer.step()`` on copies.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Utility = Callable[[frozenset[int]], float]
+
+
+def per_example_gradients(
+    model: nn.Module,
+    batch: Any,
+    B: int,
+    forward: Callable[[nn.Module, Any], Tensor],
+    loss: Callable[[Tensor, Any], Tensor],
+    batch_dim: int = 0,
+) -> dict[str, Tensor]:
+    """g_i = ∂L/∂W_i with one copy W_i of the model per row, all rows in one loss.
+
+    Row i is computed by copy i alone; the copies run side by side and meet only in BatchNorm,
+    whose statistics are those of the whole batch, and in the loss.
+
+    Args:
+        forward: the model's outputs for (some rows of) a batch, examples in ``batch_dim``.
+        loss: the loss of the outputs of the whole batch.
+
+    Returns:
+        For each trainable parameter its gradients, stacked: [B, *W].
+    """
+    copies = [copy.deepcopy(model) for _ in range(B)]
+    meeting = _Meeting(B)
+    for row, copied in enumerate(copies):
+        for name, module in copied.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+                module.forward = meeting.batch_norm(name, row, module)  # type: ignore[method-assign]
+    outputs: list[Any] = [None] * B
+
+    def run(row: int) -> None:
+        try:
+            outputs[row] = forward(copies[row], take_row(batch, row, B, batch_dim))
+        except BaseException as e:
+            outputs[row] = e
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(row,)) for row in range(B)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for out in outputs:
+        if isinstance(out, BaseException) and not isinstance(out, threading.BrokenBarrierError):
+            raise out
+    loss(torch.cat(outputs, batch_dim), batch).backward()
+    named = [dict(c.named_parameters()) for c in copies]
+    return {
+        k: torch.stack([torch.zeros_like(n[k]) if n[k].grad is None else n[k].grad for n in named])
+        for k, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+class _Meeting:
+    """Where the copies wait for each other to compute statistics over the whole batch."""
+
+    def __init__(self, B: int) -> None:
+        self.barrier = threading.Barrier(B)
+        self.inputs: dict[str, list[Any]] = {}
+        self.lock = threading.Lock()
+        self.B = B
+
+    def batch_norm(self, name: str, row: int, module: Any) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            with self.lock:
+                self.inputs.setdefault(name, [None] * self.B)[row] = x
+            self.barrier.wait()
+            whole = torch.cat(self.inputs[name])
+            dims = [d for d in range(whole.ndim) if d != 1]
+            mean = whole.mean(dims, keepdim=True)
+            var = whole.var(dims, unbiased=False, keepdim=True)
+            self.barrier.wait()
+            shape = [1, -1] + [1] * (x.ndim - 2)
+            xhat = (x - mean) / torch.sqrt(var + module.eps)
+            return xhat * module.weight.view(shape) + module.bias.view(shape)
+
+        return forward
+
+
+def take_row(batch: Any, row: int, B: int, dim: int = 0) -> Any:
+    """One example of a batch of tensors, as a batch of one."""
+    if isinstance(batch, Tensor):
+        if batch.ndim > dim and batch.shape[dim] == B:
+            return batch.narrow(dim, row, 1)
+        return batch
+    if isinstance(batch, Mapping):
+        return {k: take_row(v, row, B, dim) for k, v in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(take_row(v, row, B, dim) for v in batch)
+    return batch
+
+
+def exact_shapley(n: int, utility: Utility) -> np.ndarray:
+    """Shapley values over all 2^n coalitions."""
+    U = {}
+    for size in range(n + 1):
+        for S in itertools.combinations(range(n), size):
+            U[frozenset(S)] = utility(frozenset(S))
+    phi = np.zeros(n)
+    for i in range(n):
+        for S, u in U.items():
+            if i not in S:
+                weight = math.factorial(len(S)) * math.factorial(n - len(S) - 1) / math.factorial(n)
+                phi[i] += weight * (U[S | {i}] - u)
+    return phi
+
+
+def permutation_shapley(
+    n: int, utility: Utility, permutations: int, seed: int = 0, tolerance: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Truncated Monte Carlo Shapley values (Ghorbani and Zou 2019) and their standard errors.
+
+    A permutation is cut short, its further marginals counted as 0, once the utility is within
+    ``tolerance`` of the whole batch's.
+    """
+    rng = np.random.default_rng(seed)
+    nothing, everything = utility(frozenset()), utility(frozenset(range(n)))
+    marginals = np.zeros((permutations, n))
+    for k in range(permutations):
+        S: frozenset[int] = frozenset()
+        before = nothing
+        for i in rng.permutation(n):
+            if tolerance and abs(everything - before) <= tolerance:
+                break
+            S = S | {int(i)}
+            after = everything if len(S) == n else utility(S)
+            marginals[k, i] = after - before
+            before = after
+    error = marginals.std(axis=0, ddof=1) / math.sqrt(permutations) if permutations > 1 else np.full(n, np.nan)
+    return marginals.mean(axis=0), error
+
+
+def stepped(
+    optimizer: Optimizer, gradients: Sequence[Tensor | None], scale: Tensor | None = None
+) -> list[Tensor]:
+    """The weights after a real ``optimizer.step()`` on a copy, for these gradients.
+
+    Weights and gradients are in the order of the optimizer's parameter groups. The optimizer
+    itself, its state and its parameters are not changed.
+    """
+    twin = copy.deepcopy(optimizer)
+    params = [p for group in twin.param_groups for p in group["params"]]
+    for p, g in zip(params, gradients, strict=True):
+        p.grad = None if g is None else (g if scale is None else g / scale).clone()
+    twin.step()
+    return [p.detach() for p in params]
+
+
+def value_of(
+    model: nn.Module, optimizer: Optimizer, weights: Sequence[Tensor], loss: Callable[[], float]
+) -> float:
+    """A loss of the model with these weights for the optimizer's parameters; then the old ones."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    own = [p.data for p in params]
+    try:
+        for p, w in zip(params, weights, strict=True):
+            p.data = w.to(p.dtype)
+        return loss()
+    finally:
+        for p, w in zip(params, own, strict=True):
+            p.data = w
+
+
+def coalition_utility(
+    model: nn.Module,
+    optimizer: Optimizer,
+    gradients: Sequence[Tensor | None],
+    loss: Callable[[], float],
+    clip: Callable[[list[Tensor | None]], list[Tensor | None]] = lambda g: g,
+) -> Utility:
+    """U(S) = ℓ_val(decay(w) − ηΨ(C(Σ_{i∈S} g_i))): the validation loss after a step of S alone.
+
+    Args:
+        gradients: per-example gradients [B, *W] in the order of the optimizer's parameters; None
+            for a parameter without gradient, which takes no step.
+        loss: the validation loss of the model as it stands.
+        clip: C, what happens to the gradient before the optimizer sees it.
+    """
+
+    def utility(S: frozenset[int]) -> float:
+        members = sorted(S)
+        total = [None if g is None else g[members].sum(0) for g in gradients]
+        return value_of(model, optimizer, stepped(optimizer, clip(total)), loss)
+
+    return utility

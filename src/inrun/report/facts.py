@@ -1,0 +1,101 @@
+"""The headline numbers of a run, for `inrun info` and for the report's cards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from inrun.ledger import audit_summary
+from inrun.store import SavedRun
+
+
+def facts_of(saved: SavedRun, estimator: str | None = None) -> dict[str, Any]:
+    """The headline numbers of a run."""
+    return collect(saved, saved.values(estimator), saved.steps(estimator), estimator)
+
+
+def collect(
+    saved: SavedRun, values: pd.DataFrame, steps: pd.DataFrame, estimator: str | None
+) -> dict[str, Any]:
+    """The same from tables that were already asked for."""
+    coverage = saved.info.get("coverage")
+    return {
+        "estimator": estimator or saved.estimators[0],
+        "estimators": saved.estimators,
+        "targets": saved.targets,
+        "examples": len(values),
+        "never_scored": int(values["value"].isna().sum()),
+        "steps": len(steps),
+        "scored_steps": int(steps["sum"].notna().sum()),
+        "void_steps": int(steps["void"].notna().sum()),
+        "records": int(values["scored"].sum()),
+        "sum_of_values": float(values["value"].sum()),
+        "coverage": coverage.get("share") if isinstance(coverage, dict) else None,
+        "bytes": sum(f.stat().st_size for f in saved.path.rglob("*.parquet")),
+        **audit_summary(steps),
+    }
+
+
+def describe(f: dict[str, Any]) -> dict[str, str]:
+    """What ``inrun info`` prints."""
+    never = f" ({f['never_scored']:,} never scored)" if f["never_scored"] else ""
+    names = ", ".join(f["targets"][:12]) + (", ..." if len(f["targets"]) > 12 else "")
+    text = {
+        "examples": f"{f['examples']:,}{never}",
+        "steps": f"{f['steps']:,} ({f['scored_steps']:,} scored, {f['void_steps']:,} void)",
+        "records": f"{f['records']:,} per target and estimator, {f['bytes'] / 1e6:.1f} MB",
+        "targets": f"{len(f['targets'])}: {names}",
+        "estimators": ", ".join(f["estimators"]),
+        "sum of values": f"{f['sum_of_values']:.4g} ({f['estimator']})",
+    }
+    if f["audited"]:
+        text |= {
+            "explained": f"{f['explained']:.1%} of the batch share",
+            "batch share": f"{f['batch_share']:.4g} over {f['audited']:,} audited steps",
+            "momentum share": f"{f['momentum_share']:.4g}, credited to nobody",
+            "residual": f"{f['residual']:.4g}",
+        }
+    else:
+        text["explained"] = "not audited (audit_every)"
+    if f["coverage"] is not None:
+        text["coverage"] = f"{f['coverage']:.1%} of the parameters scored"
+    return text
+
+
+def cards(f: dict[str, Any]) -> list[dict[str, str]]:
+    """The report's headline: name, number, note."""
+    never = f"{f['never_scored']:,} never scored" if f["never_scored"] else "all of them scored"
+    drop = f["batch_share"] + f["momentum_share"]
+    steps = [f"{f['scored_steps']:,} scored"]
+    if f["void_steps"]:
+        steps.append(f"{f['void_steps']:,} void")
+    if f["audited"]:
+        steps.append(f"{f['audited']:,} audited")
+    found = [
+        {"name": "Examples", "value": f"{f['examples']:,}", "note": never},
+        {"name": "Steps", "value": f"{f['steps']:,}", "note": ", ".join(steps)},
+    ]
+    if f["audited"]:
+        whole = f"{f['batch_share'] / drop:.0%} of the loss change" if drop else ""
+        rest = f"{f['momentum_share'] / drop:.0%}, credited to nobody" if drop else ""
+        found += [
+            {
+                "name": "Explained",
+                "value": f"{f['explained']:.1%}",
+                "note": "of the batch share is in the values",
+            },
+            {"name": "Batch share", "value": f"{f['batch_share']:.3g}", "note": whole},
+            {"name": "Momentum share", "value": f"{f['momentum_share']:.3g}", "note": rest},
+        ]
+    else:
+        found.append({"name": "Explained", "value": "–", "note": "no audited steps on record"})
+    if f["coverage"] is not None:
+        found.append(
+            {
+                "name": "Coverage",
+                "value": f"{f['coverage']:.1%}",
+                "note": "of the parameters scored",
+            }
+        )
+    return found

@@ -1,0 +1,121 @@
+"""Adam and AdamW, with closed forms of the secant and of the derivative.
+
+Symbols: η ``lr``, β₁, β₂ ``betas``, m ``exp_avg``, v ``exp_avg_sq``, ε ``eps``; c₁ = 1 − β₁ᵗ and
+c₂ = 1 − β₂ᵗ correct the bias at step t = ``step`` + 1. ĝ = σg + ĝ₀ with σ = −1 under ``maximize``
+and ĝ₀ = ``weight_decay``·w for L2 decay; decoupled decay leaves ĝ₀ = 0. At ĝ the moments are
+
+    a = β₁m + (1−β₁)ĝ,     b = β₂v + (1−β₂)ĝ²,     r = √b / √c₂
+
+(amsgrad: max(``max_exp_avg_sq``, b) in the place of b), and the step subtracts (η/c₁)·a/(r+ε).
+Index 0 marks the same quantities at g = 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW
+
+from inrun.rules.base import (
+    Options,
+    State,
+    decoupled_decay,
+    divided_difference,
+    register_optimizer,
+)
+from inrun.rules.common import (
+    Scalar,
+    average,
+    effective_gradient,
+    l2,
+    learning_rate,
+    scalar,
+    sign,
+    step_count,
+)
+
+
+@dataclass(frozen=True)
+class _Scalars:
+    beta1: Scalar
+    beta2: Scalar
+    eps: float
+    size: Scalar  # η / c₁
+    c2: Scalar
+
+
+def _scalars(g: Tensor, s: State, o: Options) -> _Scalars:
+    beta1, beta2 = (scalar(b) for b in o["betas"])
+    in_tensor = bool((o.get("capturable") or o.get("differentiable")) and not o.get("fused"))
+    t = step_count(s, o, g, in_tensor=in_tensor)
+    return _Scalars(beta1, beta2, o["eps"], learning_rate(o) / (1 - beta1**t), 1 - beta2**t)
+
+
+def _largest(b: Tensor, s: State, o: Options) -> Tensor:
+    largest = s.get("max_exp_avg_sq") if o["amsgrad"] else None
+    return b if largest is None else torch.maximum(largest, b)
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """numerator / denominator, and 0 where the denominator is 0."""
+    zero = denominator == 0
+    return torch.where(zero, 0.0, numerator / torch.where(zero, 1.0, denominator))
+
+
+def factor(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
+    """The secant, with no difference of nearly equal numbers (ĝ₀ = 0):
+
+        K = σ(η/c₁) [ (1−β₁) − ρ·β₁m/(r₀+ε) ] / (r+ε),
+        ρ = (r − r₀)/ĝ = (1−β₂)ĝ / (c₂(r+r₀)).
+
+    amsgrad multiplies ρ by the share of the change of b that raises the maximum. K = 0 where
+    v = ĝ = 0. L2 decay moves both ends of the secant by ĝ₀, and near the first step they then lie
+    on the same side of what is almost a sign function: the float64 difference serves there.
+    """
+    if isinstance(l2(w, g, o), Tensor):
+        return divided_difference(adam, g, w, s, o)
+    c = _scalars(g, s, o)
+    zero = torch.zeros_like(g)
+    m, v = s.get("exp_avg", zero), s.get("exp_avg_sq", zero)
+    end = effective_gradient(g, w, o)
+    b0, rise = c.beta2 * v, (1 - c.beta2) * end * end
+    top0, top = _largest(b0, s, o), _largest(b0 + rise, s, o)
+    r0, r = (top0 / c.c2).sqrt(), (top / c.c2).sqrt()
+    rho = _ratio((1 - c.beta2) * end / c.c2, r + r0)
+    if o["amsgrad"]:
+        rho = rho * torch.where(top0 > b0, _ratio(top - top0, rise).clamp(max=1), 1.0)
+    K = ((1 - c.beta1) - rho * c.beta1 * m / (r0 + c.eps)) / (r + c.eps)
+    return torch.where((g == 0) & (r == 0), 0.0, sign(o) * c.size * K)
+
+
+def derivative(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
+    """The diagonal of J, with the ĝ² of numerator and denominator cancelled by hand:
+
+        J = σ(η/c₁) [ (1−β₁)(β₂v + c₂εr) − β₁(1−β₂)mĝ ] / (c₂ r (r+ε)²);
+
+    where amsgrad's maximum does not follow b, J = σ(η/c₁)(1−β₁)/(r+ε). J = 0 where v = ĝ = 0.
+    """
+    c = _scalars(g, s, o)
+    zero = torch.zeros_like(g)
+    m, v = s.get("exp_avg", zero), s.get("exp_avg_sq", zero)
+    end = effective_gradient(g, w, o)
+    b = average(v, end * end, c.beta2)
+    top = _largest(b, s, o)
+    r = (top / c.c2).sqrt()
+    slope = (1 - c.beta1) * (c.beta2 * v + c.c2 * c.eps * r) - c.beta1 * (1 - c.beta2) * m * end
+    J = _ratio(slope / c.c2, r) / (r + c.eps) ** 2
+    J = torch.where(top > b, (1 - c.beta1) / (r + c.eps), J)
+    return sign(o) * c.size * J
+
+
+@register_optimizer(Adam, decay=decoupled_decay, factor=factor, derivative=derivative)
+@register_optimizer(AdamW, decay=decoupled_decay, factor=factor, derivative=derivative)
+def adam(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
+    """(η/c₁)·a/(r+ε): see the top of this file."""
+    c = _scalars(g, s, o)
+    end = effective_gradient(g, w, o)
+    a = average(s.get("exp_avg"), end, c.beta1)
+    b = _largest(average(s.get("exp_avg_sq"), end * end, c.beta2), s, o)
+    return c.size * (a / (b.sqrt() / c.c2**0.5 + c.eps))

@@ -1,0 +1,236 @@
+"""What an optimizer does with a gradient, as a pure function, and two derivatives that credit it.
+
+For one parameter with weights ``w``, state ``s`` (as `torch.optim` keeps it, *before* the step)
+and options ``o`` (its parameter group), a step is
+
+    w  ←  decay(o) · w  −  update(g, w, s, o)
+
+``update`` is ηΨ_t of the paper (equation of Section 4.2, learning rate included): the amount the
+step subtracts when the optimizer receives the gradient ``g`` and its state is held fixed. It is
+pure: it changes none of its arguments. Only decoupled decay is in ``decay``; L2 decay is part of
+``update`` (also at g = 0), as in the optimizer itself.
+
+Two linear maps carry a validation gradient v back through the update to the batch gradient:
+
+* ``tangent``:  u = Jᵀv,  J = ∂update/∂g at ḡ                          (Theorem 4.2 of the paper)
+* ``secant``:   u = K⊙v,  K = (update(ḡ) − update(0)) / ḡ per coordinate       (values add up)
+
+For an update that is not coordinate-wise the secant is the path integral u = ∫₀¹ J(αḡ)ᵀv dα.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.functional import jvp
+from torch.optim import Optimizer
+
+State: TypeAlias = Mapping[str, Any]
+Options: TypeAlias = Mapping[str, Any]
+UpdateMap: TypeAlias = Callable[[Tensor, Tensor, State, Options], Tensor]
+LinearMap: TypeAlias = Callable[[Tensor], Tensor]
+
+
+def decoupled_decay(o: Options) -> Any:
+    """1 − lr·weight_decay: the factor that decoupled weight decay puts on the weights."""
+    if not o.get("decoupled_weight_decay", True):
+        return 1.0
+    lr = o["lr"]
+    return 1.0 - (lr.squeeze() if isinstance(lr, Tensor) else lr) * o["weight_decay"]
+
+
+def no_decay(o: Options) -> Any:
+    """L2 decay or none: the weights themselves are not scaled."""
+    return 1.0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one optimizer class updates a parameter.
+
+    The state may be empty (`torch.optim` fills it inside the first step): a missing entry means
+    its initial value. Secant and tangent hand ``update`` a gradient and a state that can be more
+    precise than the weights, never less than float32; ``w`` keeps its own dtype, which some
+    optimizers look at (Adafactor's eps).
+
+    Args:
+        update: ηΨ(g), a pure function ``(g, w, state, options) -> tensor``.
+        decay: the factor on the weights, a function of the options.
+        coordinatewise: each coordinate of the update depends on that coordinate of g alone (or is
+            well enough described so: see Adafactor). False: the secant is a path integral.
+        factor: a closed form of K without cancellation, where there is one.
+        derivative: a closed form of the diagonal of J, where there is one.
+        twin: a function equal to ``update`` up to its low-precision rounding, to differentiate
+            instead of it (Muon computes in bfloat16).
+        nodes: Gauss–Legendre nodes of the path integral.
+    """
+
+    update: UpdateMap
+    decay: Callable[[Options], Any] = no_decay
+    coordinatewise: bool = True
+    factor: UpdateMap | None = None
+    derivative: UpdateMap | None = None
+    twin: UpdateMap | None = None
+    nodes: int = 8
+
+    @torch.no_grad()
+    def tangent(self, g: Tensor, w: Tensor, s: State, o: Options) -> LinearMap:
+        """The map v ↦ Jᵀv at g."""
+        g, s = _raise(g, s, torch.float32)
+        if self.derivative is not None:
+            return _scale(self.derivative(g, w, s, o))
+        return _pullback(self.twin or self.update, g, w, s, o)[1]
+
+    @torch.no_grad()
+    def secant(self, g: Tensor, w: Tensor, s: State, o: Options) -> LinearMap:
+        """The map v ↦ K⊙v (or the path integral), for which ⟨u, g⟩ = ⟨v, update(g) − update(0)⟩."""
+        g, s = _raise(g, s, torch.float32)
+        if self.factor is not None:
+            return _scale(self.factor(g, w, s, o))
+        if self.coordinatewise:
+            return _scale(divided_difference(self.update, g, w, s, o))
+
+        function = self.twin or self.update
+
+        def integral(v: Tensor) -> Tensor:
+            u = torch.zeros_like(g)
+            for alpha, weight in self._quadrature():
+                u += weight * _pullback(function, alpha * g, w, s, o)[1](v.to(g.dtype))
+            return u.to(v.dtype)
+
+        return integral
+
+    @torch.no_grad()
+    def completeness(self, g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
+        """‖Δ − ∫J(αg)g dα‖ / ‖Δ‖, Δ = Ψ(g) − Ψ(0): the part of Δ that the secant leaves uncredited.
+
+        0 for a coordinate-wise rule, whose secant adds up by construction. For a path integral it
+        is the error of the quadrature, and 1 where the update ignores the size of g (Muon without
+        momentum, as at its first step). A ``twin`` stands for Ψ: the rounding of a low-precision
+        update is no fault of the secant, and would drown its error where Δ is small beside Ψ.
+        """
+        if self.coordinatewise or self.factor is not None:
+            return torch.zeros((), device=g.device)
+        g, s = _raise(g, s, torch.float32)
+        function = self.twin or self.update
+        change = function(g, w, s, o) - function(torch.zeros_like(g), w, s, o)
+        missed = change.clone()
+        for alpha, weight in self._quadrature():
+            missed -= weight * jvp(lambda x: function(x, w, s, o), alpha * g, g)[1]
+        return torch.where(change.norm() > 0, missed.norm() / change.norm(), 0.0)
+
+    def _quadrature(self) -> list[tuple[float, float]]:
+        """Nodes α and weights of ∫₀¹ · dα."""
+        x, weights = np.polynomial.legendre.leggauss(self.nodes)
+        return [(float(a + 1) / 2, float(b) / 2) for a, b in zip(x, weights, strict=True)]
+
+
+def divided_difference(update: UpdateMap, g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
+    """K = (update(g) − update(0)) / g in float64, and its limit, the derivative, where g = 0.
+
+    The limit counts as 0 where it is not finite, and where the coordinate was never touched (g
+    and the whole state are 0): there an adaptive update is a step of width eps, whose slope 1/eps
+    says nothing about the credit of an example.
+    """
+    g64, s64 = _raise(g, s, widest(g.device))
+    out, pullback = _pullback(update, g64, w, s64, o)
+    K = (out - update(torch.zeros_like(g64), w, s64, o)) / torch.where(g64 == 0, 1.0, g64)
+    limit = torch.where(_untouched(s64, g64), 0.0, pullback(torch.ones_like(g64)))
+    return torch.where(g64 == 0, limit, K).to(g.dtype)
+
+
+def _pullback(
+    function: UpdateMap, g: Tensor, w: Tensor, s: State, o: Options
+) -> tuple[Tensor, LinearMap]:
+    """The function's value at g, and v ↦ Jᵀv there by automatic differentiation."""
+    with torch.enable_grad():
+        x = g.detach().requires_grad_()
+        out = function(x, w.detach(), s, o)
+    if not out.requires_grad:  # the update ignores g
+        return out, torch.zeros_like
+
+    def pull(v: Tensor) -> Tensor:
+        (u,) = torch.autograd.grad(out, x, v.to(out.dtype), retain_graph=True)
+        # √ at 0 has no derivative: such a coordinate carries nothing. A bad g stays visible.
+        return torch.where(g.isfinite() & ~u.isfinite(), 0.0, u).to(v.dtype)
+
+    return out.detach(), pull
+
+
+def _scale(K: Tensor) -> LinearMap:
+    return lambda v: (K * v).to(v.dtype)
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """float64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+# 0-dim numbers in the state whose own precision is part of what the optimizer computes (NAdam's
+# mu_product is a float32 product), and which say nothing about single coordinates.
+_NUMBERS = {"step", "mu_product", "eta", "mu"}
+
+
+def _raise(g: Tensor, s: State, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
+    """Gradient and state in at least this precision."""
+    wide = torch.promote_types(g.dtype, dtype)
+
+    def convert(name: str, x: Any) -> Any:
+        if name in _NUMBERS or not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        return x.to(torch.promote_types(x.dtype, wide))
+
+    return g.to(wide), {name: convert(name, x) for name, x in s.items()}
+
+
+def _untouched(s: State, g: Tensor) -> Tensor:
+    """Where every state entry of the parameter's shape is 0 (all of it before the first step)."""
+    still = torch.ones_like(g, dtype=torch.bool)
+    for name, x in s.items():
+        if name not in _NUMBERS and isinstance(x, Tensor) and x.shape == g.shape:
+            still &= x == 0
+    return still
+
+
+_RULES: dict[type[Optimizer], Rule] = {}
+_REFUSED: dict[type[Optimizer], str] = {}
+
+
+def register_optimizer(cls: type[Optimizer], **options: Any) -> Callable[[UpdateMap], UpdateMap]:
+    """Decorator: the function below is the update map of the optimizer class ``cls``.
+
+    ``options`` are the other fields of :class:`Rule`. Subclasses of ``cls`` use the same rule
+    unless they have one of their own.
+    """
+
+    def decorate(update: UpdateMap) -> UpdateMap:
+        _RULES[cls] = Rule(update, **options)
+        return update
+
+    return decorate
+
+
+def refuse_optimizer(cls: type[Optimizer], why: str) -> None:
+    """Declare that ``cls`` cannot have a rule, with the reason users are told."""
+    _REFUSED[cls] = why
+
+
+def rule_for(optimizer: Optimizer) -> Rule:
+    """The rule of this optimizer's class or of its nearest base class that has one."""
+    name = type(optimizer).__name__
+    for cls in type(optimizer).__mro__:
+        if cls in _REFUSED:
+            raise TypeError(f"inrun cannot watch {name}: {_REFUSED[cls]}")
+        if cls in _RULES:
+            return _RULES[cls]
+    known = ", ".join(sorted(c.__name__ for c in _RULES))
+    raise TypeError(
+        f"inrun has no rule for the optimizer {name}. Rules exist for {known}. Add one with "
+        f"@inrun.register_optimizer({name}) above a pure function (g, w, state, options) that "
+        "returns what a step subtracts from the weights (docs/optimizers.md shows Lion)."
+    )
