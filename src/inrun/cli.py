@@ -76,7 +76,10 @@ def plain_errors(command: Callable[P, None]) -> Callable[P, None]:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"inrun {metadata.version('inrun')}")
+        try:
+            typer.echo(f"inrun {metadata.version('inrun')}")
+        except metadata.PackageNotFoundError:
+            typer.echo("inrun (from source, not installed)")
         raise typer.Exit
 
 

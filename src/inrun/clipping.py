@@ -94,7 +94,7 @@ class ClippingWatch:
         c = gG / GG
         off = max(gg - c * gG, 0.0)  # ‖ḡ − cG‖²
         eps = max(torch.finfo(x.dtype).eps for x in G)
-        if off <= (64 * eps) ** 2 * gg:
+        if off <= max((64 * eps) ** 2, 1e-12) * gg:
             return self._factor(c, math.sqrt(gg), scale, eps)
         known = 1.0 if scale is None else scale
         bound = max(float(x.abs().max()) for x in g if x.numel())
@@ -113,6 +113,7 @@ class ClippingWatch:
         clipped = 0 < c < scale
         known = self.max_norm if self.max_norm is not None else self._seen
         self._seen = size
-        if clipped and known is not None and abs(size - known) <= 1e-3 * known:
+        # A factor below 1/500 is more likely a loss scale than a clip: it counts as fixed.
+        if clipped and c > 0.002 * scale and known is not None and abs(size / known - 1) <= 1e-3:
             return Clipping(c, scale, norm=known)
         return Clipping(c, c)

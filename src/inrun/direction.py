@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inrun.rules.base import LinearMap, Rule
+from inrun.rules.base import LinearMap, Rule, learning_rate
 
 # Where on the path w_∅ → w_B (0 → 1) the gradient is taken; None is w_t, before the step.
 POINTS: dict[str, tuple[float | None, ...]] = {
@@ -65,25 +65,22 @@ class Moved:
             state = {k: _single(x) if k != "step" else x for k, x in state.items()}
         return Moved(p, _single(g), rule, state, options)
 
-    @property
-    def w(self) -> Tensor:
-        return _single(self.p.detach())
-
     def at(self, x: float) -> Tensor:
         """The weights at a point of the path, 0 without the batch, 1 with it."""
-        args = (self.w, self.state, self.options)
+        args = (self.p.detach(), self.state, self.options)
         with_batch = self.rule.update(self.g, *args) if x else 0.0
         without = self.rule.update(torch.zeros_like(self.g), *args) if x != 1 else 0.0
-        w = self.rule.decay(self.options) * self.w - ((1 - x) * without + x * with_batch)
+        w = self.rule.decay(self.options) * _single(self.p.detach())
+        w = w - ((1 - x) * without + x * with_batch)
         return w.to(self.p.dtype)
 
     def map(self, kind: str) -> LinearMap:
         """The estimator's linear map for this parameter."""
         if kind == "sgd":
-            lr = -self.options["lr"] if self.options.get("maximize") else self.options["lr"]
-            return lambda v: lr * v
+            lr = learning_rate(self.options)
+            return lambda v: (-lr if self.options.get("maximize") else lr) * v
         make = self.rule.secant if kind == "secant" else self.rule.tangent
-        return make(self.g, self.w, self.state, self.options)
+        return make(self.g, self.p.detach(), self.state, self.options)
 
 
 def _single(x: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import importlib
+import json
 import struct
 import zlib
 from collections.abc import Collection
@@ -111,7 +112,7 @@ def _read(file: Path) -> Any:
         if not file.exists():
             raise LedgerError(f"{file}: no such file")
         if kind in (".jsonl", ".ndjson"):
-            return pd.read_json(file, lines=True, convert_dates=False, dtype=False)
+            return _json_lines(file)
         if kind == ".csv":
             return pd.read_csv(file)
         if kind == ".parquet":
@@ -127,6 +128,19 @@ def _read(file: Path) -> Any:
     raise LedgerError(
         f"{file}: examples come from .jsonl, .csv, .parquet, .npz or a Hugging Face dataset folder"
     )
+
+
+def _json_lines(file: Path) -> dict[str, list[Any]]:
+    rows: list[dict[str, Any]] = []
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ValueError(f"line {number} is not an object")
+                rows.append(row)
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def _hugging_face(folder: Path) -> Any:
@@ -187,4 +201,4 @@ def _show(name: str, value: Any) -> str | None:
         return None
     if isinstance(value, float | np.floating) and float(value).is_integer():
         return str(int(value))
-    return str(value)
+    return str(value).encode("utf-8", "replace").decode()  # half a surrogate pair is no text

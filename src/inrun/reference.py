@@ -205,3 +205,57 @@ def coalition_utility(
         return value_of(model, optimizer, stepped(optimizer, clip(total)), loss)
 
     return utility
+
+
+def values(
+    model: nn.Module,
+    optimizer: Optimizer,
+    rows: Sequence[Tensor],
+    loss: Callable[[nn.Module], Tensor],
+    kind: str = "secant",
+    points: Sequence[float | None] = (0.5,),
+    step: float = 1e-6,
+) -> Tensor:
+    """The estimators of the method from finite differences of a real ``optimizer.step()``.
+
+    Args:
+        rows: per-example gradients [B, *W] in the order of the optimizer's parameters; G is
+            their sum.
+        loss: the validation loss of a model.
+        kind: "secant" divides the whole change by G; "tangent" differentiates numerically at G;
+            "sgd" multiplies by the learning rate.
+        points: where on the path from w_∅ (0) to w_B (1) the validation gradient is taken; None
+            is w_t.
+
+    Returns:
+        One value per example.
+    """
+    G = [r.sum(0) for r in rows]
+    without = stepped(optimizer, [torch.zeros_like(g) for g in G])
+    with_batch = stepped(optimizer, G)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    lr = [float(group["lr"]) for group in optimizer.param_groups for _ in group["params"]]
+    gradient = [torch.zeros_like(g) for g in G]
+    own = [p.data for p in params]
+    for x in points:
+        for p, w, a, b in zip(params, own, without, with_batch, strict=True):
+            p.data = w if x is None else (1 - x) * a + x * b
+        grads = torch.autograd.grad(loss(model), params, allow_unused=True)
+        for total, g in zip(gradient, grads, strict=True):
+            total += 0 if g is None else g / len(points)
+        for p, w in zip(params, own, strict=True):
+            p.data = w
+    if kind == "secant":
+        change = [(a - b) / torch.where(g == 0, 1.0, g) for a, b, g in zip(without, with_batch, G, strict=True)]
+    elif kind == "tangent":
+        size = [step * g.abs().clamp(min=1e-3 * float(g.abs().max())) for g in G]
+        up = stepped(optimizer, [g + h for g, h in zip(G, size, strict=True)])
+        down = stepped(optimizer, [g - h for g, h in zip(G, size, strict=True)])
+        change = [(d - u) / (2 * h) for u, d, h in zip(up, down, size, strict=True)]
+    else:
+        change = [torch.full_like(g, eta) for g, eta in zip(G, lr, strict=True)]
+    total = torch.zeros(len(rows[0]), dtype=rows[0].dtype)
+    for c, v, g, r in zip(change, gradient, G, rows, strict=True):
+        moves = g.abs() > 1e-10 * r.abs().sum(0)  # zero but for rounding: the batch does not move it
+        total += (c * v * r * moves).flatten(1).sum(1)
+    return total

@@ -5,6 +5,7 @@ capture (forward, backward) → direction (optimizer, validation) → contractio
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -346,6 +347,7 @@ class Run:
         E, Q = len(self.estimators), len(self.targets)
         values = np.zeros((E, Q, len(ids)))
         maps = [[m.map(e.kind) for m in mine] for e in self.estimators]
+        zero = [_cancelling(k, g, micros) for k, g in zip(names, G, strict=True)]
         for q in range(Q):
             gradients: dict[float | None, list[Tensor]] = {}
             for e, estimator in enumerate(self.estimators):
@@ -358,6 +360,7 @@ class Run:
                 at = [gradients[x] for x in POINTS[estimator.point]]
                 v = [torch.stack(vs).mean(0) if len(vs) > 1 else vs[0] for vs in zip(*at, strict=True)]
                 u = [f(x.to(m.g.dtype)) for f, x, m in zip(maps[e], v, mine, strict=True)]
+                u = [x if dead is None else x.masked_fill(dead, 0.0) for x, dead in zip(u, zero, strict=True)]
                 u = clipping.carry(u, G, path=estimator.kind == "secant")
                 values[e, q] = self._contract(dict(zip(names, u, strict=True)), micros)
                 if not np.isfinite(values[e, q]).all():
@@ -573,6 +576,24 @@ class Run:
                 "included). Use smaller or fewer micro-batches per step, watch(..., offload=True) to "
                 "keep it in host memory, ignore=[...] for the largest layers, or raise memory_limit."
             )
+
+
+def _cancelling(name: str, G: Tensor, micros: list[MicroBatch]) -> Tensor | None:
+    """Coordinates of a vector whose gradient is zero but for rounding, though single examples' are
+    not: a bias before BatchNorm. The batch does not move them, yet an adaptive optimizer's slope
+    at zero is of the order lr/eps there and would credit examples with nonsense."""
+    if G.ndim > 1:
+        return None
+    size: Tensor | None = None
+    for micro in micros:
+        for node, records in micro.records.items():
+            if node.name == name:
+                for record in records:
+                    part = record.rows().abs().sum(0).to(G.device)
+                    size = part if size is None else size + part
+    if size is None:
+        return None
+    return G.abs() <= 0.3 * math.sqrt(torch.finfo(size.dtype).eps) * size
 
 
 def _free_memory(device: torch.device, offload: bool) -> int:

@@ -39,7 +39,8 @@ function scale(values) {
   const raised = [...String(power)].map((c) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(c)]).join("");
   return {
     unit: power ? "×10" + raised : "",
-    show: (v) => (v === null || v === undefined ? "–" : minus((v / 10 ** power).toFixed(top / 10 ** power < 10 ? 3 : 2))),
+    tick: (v) => minus(String(Number((v / 10 ** power).toPrecision(6)))),
+    show: (v) => (v === null || v === undefined ? "–" : minus((v / 10 ** power).toFixed(top / 10 ** power < 10 ? 3 : 2).replace(/^-(0\.0+)$/, "$1"))),
   };
 }
 
@@ -48,7 +49,7 @@ function ticks(low, high, n) {
   const base = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((k) => k * base).find((s) => s >= raw);
   const found = [];
-  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-6; k++) found.push(k * step);
+  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-6; k++) found.push(k ? k * step : 0);
   return found;
 }
 
@@ -104,7 +105,7 @@ function histogram(root, readout, data) {
     label: `Histogram of ${count(data.n)} values; ${count(data.negative)} are negative.`,
     hint: "Point at a bar, or use the arrow keys, for its numbers. Heights are square roots of the counts.",
     x: [edges[0], edges[edges.length - 1]], y: [0, high(top) * 1.05], n: counts.length,
-    xtext: (v) => unit.show(Math.abs(v) < 1e-15 ? 0 : v), ytext: (v) => count(Math.round(v * v)),
+    xtext: unit.tick, ytext: (v) => count(Math.round(v * v)),
     nearest: (v) => Math.min(counts.length - 1, Math.max(0, edges.findIndex((e) => e > v) - 1)),
     read: (i) => `${count(counts[i])} examples between ${unit.show(edges[i])} and ${unit.show(edges[i + 1])} ${unit.unit}`,
   }, (node, x, y) => {

@@ -56,7 +56,7 @@ def payload(
         "histogram": _histogram(values["value"].dropna().to_numpy()),
         "audit": _audit(steps),
         "by": {name: t for name in ("group", "label") if (t := _by(values, name))},
-        "heat": _heat(values, saved.targets),
+        "heat": [h for name in ("group", "label") if (h := _heat(values, saved.targets, name))],
     }
 
 
@@ -182,12 +182,11 @@ def _by(values: pd.DataFrame, name: str) -> list[dict[str, Any]]:
     ]
 
 
-def _heat(values: pd.DataFrame, targets: list[str]) -> dict[str, Any] | None:
-    """Mean value of each group (else label) on each target."""
-    name = next((c for c in ("group", "label") if values[c].notna().any()), None)
-    if name is None or len(targets) < 2:
-        return None
+def _heat(values: pd.DataFrame, targets: list[str], name: str) -> dict[str, Any] | None:
+    """Mean value of each group (or label) on each target."""
     rows = values[values[name].notna() & values["value"].notna()]
+    if rows.empty or len(targets) < 2:
+        return None
     key = rows[name].astype(str)
     common = key.value_counts().head(GROUPS).index
     order = sorted(common, key=_natural)

@@ -31,7 +31,7 @@ function overview() {
   const h = data.histogram;
   if (!h) { byId("histogram").replaceWith(el("p", { class: "empty" }, "No example has a value yet.")); return; }
   const unit = scale(h.edges), out = h.outside[0] + h.outside[1];
-  byId("histogram-note").textContent = `${count(h.negative)} of ${count(h.n)} (${(100 * h.negative / h.n).toFixed(1)} %) are negative; the median is ${unit.show(h.median)}. Axis in ${unit.unit || "units"} of the validation loss`
+  byId("histogram-note").textContent = `${count(h.negative)} of ${count(h.n)} (${(100 * h.negative / h.n).toFixed(1)} %) are negative; the median is ${number(h.median)}. The axis is in ${unit.unit ? unit.unit.slice(1) + " of the" : "units of the"} validation loss`
     + (out ? `; ${count(out)} beyond the ends are in the outermost bars.` : ".");
   histogram(byId("histogram"), byId("histogram-readout"), h);
 }
@@ -97,8 +97,10 @@ function groups() {
     byId("by").append(el("h3", null, `Values by ${kind}`), el("div", { class: "frame" }, el("table", { class: "rows" },
       el("thead", null, el("tr", null, ...head.map(([text, style]) => el("th", { scope: "col", class: style || "" }, text)))), body)));
   }
-  const h = data.heat;
-  if (!h) return;
+  data.heat.forEach(heat);
+}
+
+function heat(h) {
   const flat = h.mean.flat(), unit = scale(flat), most = Math.max(...flat.map((v) => Math.abs(v || 0)), 1e-300);
   const body = el("tbody");
   h.rows.forEach((name, r) => {

@@ -7,6 +7,7 @@ function exampleTable(root, data, options) {
   const largest = Math.max(...Object.values(data.lists).flat().map((i) => Math.abs(columns.value[i] || 0)), 1e-300);
   const mostHarm = Math.max(...data.lists.suspects.map((i) => columns.harm[i] || 0), 1e-300);
   const shown = Object.keys(data.content).length > 0;
+  const texts = Object.values(data.content).some((c) => c.text !== undefined);
   const word = (name, i) => (columns[name][i] < 0 ? null : names[name][columns[name][i]]);
   const heads = [
     { key: "rank", name: "#" },
@@ -68,13 +69,11 @@ function exampleTable(root, data, options) {
       const text = el("div", { class: "text", dir: "auto" });
       text.textContent = c.text;
       found.push(text);
-      if (c.text.length > 180 || c.text.split("\n").length > 3) {
-        found.push(el("button", { type: "button", class: "more", "aria-expanded": "false", onclick: (event) => {
-          const open = text.classList.toggle("open");
-          event.target.textContent = open ? "less" : "more";
-          event.target.setAttribute("aria-expanded", String(open));
-        } }, "more"));
-      }
+      found.push(el("button", { type: "button", class: "more", hidden: "", "aria-expanded": "false", onclick: (event) => {
+        const open = text.classList.toggle("open");
+        event.target.textContent = open ? "less" : "more";
+        event.target.setAttribute("aria-expanded", String(open));
+      } }, "more"));
       if (c.length) found.push(el("span", { class: "cut" }, `  cut here; ${count(c.length)} characters in all`));
     }
     return found;
@@ -83,7 +82,7 @@ function exampleTable(root, data, options) {
   function cell(head, i, rank) {
     const k = head.key;
     if (k === "rank") return el("td", { class: "rank" }, count(rank + 1));
-    if (k === "example") return el("td", { class: "example", "data-name": "" }, ...content(i));
+    if (k === "example") return el("td", { class: texts ? "example" : "example image", "data-name": "" }, ...content(i));
     if (k === "value") {
       const td = el("td", { class: "num", "data-name": head.name }, unit.show(columns.value[i]));
       if (columns.value[i] !== null) td.append(meter(columns.value[i], largest));
@@ -94,7 +93,8 @@ function exampleTable(root, data, options) {
     const bdi = el("bdi", { dir: "auto" });
     const text = k === "id" ? columns.id[i] : word(k, i);
     bdi.textContent = text === null ? "–" : text;
-    return el("td", { class: k === "id" ? "id" : "word", "data-name": k }, bdi);
+    const short = bdi.textContent.length <= 16 ? " nowrap" : "";
+    return el("td", { class: (k === "id" ? "id" : "word") + short, "data-name": k }, bdi);
   }
 
   const tabs = el("div", { class: "tabs", role: "group", "aria-label": "Which examples" });
@@ -112,6 +112,7 @@ function exampleTable(root, data, options) {
     const first = state.page * state.size;
     body.replaceChildren(...rows.slice(first, first + state.size).map((i, k) =>
       el("tr", null, ...heads.map((h) => cell(h, i, first + k)))));
+    for (const text of body.querySelectorAll(".text")) text.nextSibling.hidden = text.scrollHeight <= text.clientHeight + 1;
     if (!rows.length) body.append(el("tr", null, el("td", { colspan: heads.length, class: "none" }, "Nothing matches.")));
     const view = options.views.find((v) => v.key === state.view);
     caption.textContent = view.note;

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Adafactor
 
-from inrun.rules.base import Options, State, decoupled_decay, register_optimizer
-from inrun.rules.common import Scalar, learning_rate, sign, step_count
+from inrun.rules.base import Options, State, decoupled_decay, learning_rate, register_optimizer
+from inrun.rules.common import Scalar, sign, step_count
 
 
 def _gain(g: Tensor, w: Tensor, s: State, o: Options) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from inrun.rules.base import (
     State,
     decoupled_decay,
     divided_difference,
+    learning_rate,
     register_optimizer,
 )
 from inrun.rules.common import (
@@ -30,7 +31,6 @@ from inrun.rules.common import (
     average,
     effective_gradient,
     l2,
-    learning_rate,
     scalar,
     sign,
     step_count,

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Adamax, NAdam, RAdam
 
-from inrun.rules.base import Options, State, decoupled_decay, register_optimizer
+from inrun.rules.base import Options, State, decoupled_decay, learning_rate, register_optimizer
 from inrun.rules.common import (
     Scalar,
     average,
     effective_gradient,
-    learning_rate,
     running_scalar,
     step_count,
 )
@@ -31,9 +30,8 @@ def nadam(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     t = step_count(s, o, g)
     mu = beta1 * (1 - 0.5 * 0.96 ** (t * psi))
     mu_next = beta1 * (1 - 0.5 * 0.96 ** ((t + 1) * psi))
-    P: Scalar = (
-        running_scalar(s, "mu_product", 1.0, g) * mu
-    )  # rounded to the precision it is kept in
+    home = g.device if o.get("capturable") else "cpu"
+    P: Scalar = running_scalar(s, "mu_product", 1.0, home) * mu  # rounded as it is kept
     if P.device.type == "cpu" and not (o.get("capturable") or o.get("differentiable")):
         P = P.item()
     end = effective_gradient(g, w, o)

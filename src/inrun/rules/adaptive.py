@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.optim import Adadelta, Adagrad, RMSprop
 
-from inrun.rules.base import Options, State, register_optimizer
-from inrun.rules.common import average, effective_gradient, learning_rate, step_count
+from inrun.rules.base import Options, State, learning_rate, register_optimizer
+from inrun.rules.common import average, effective_gradient, step_count
 
 
 @register_optimizer(Adagrad)

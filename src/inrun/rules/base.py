@@ -36,12 +36,19 @@ UpdateMap: TypeAlias = Callable[[Tensor, Tensor, State, Options], Tensor]
 LinearMap: TypeAlias = Callable[[Tensor], Tensor]
 
 
+def learning_rate(o: Options) -> Any:
+    """η, ``lr``: a float or a 0-dim tensor. The fused kernels read a tensor into double."""
+    lr = o["lr"]
+    if not isinstance(lr, Tensor):
+        return lr
+    return lr.squeeze().to(widest(lr.device)) if o.get("fused") else lr.squeeze()
+
+
 def decoupled_decay(o: Options) -> Any:
     """1 − lr·weight_decay: the factor that decoupled weight decay puts on the weights."""
     if not o.get("decoupled_weight_decay", True):
         return 1.0
-    lr = o["lr"]
-    return 1.0 - (lr.squeeze() if isinstance(lr, Tensor) else lr) * o["weight_decay"]
+    return 1.0 - learning_rate(o) * o["weight_decay"]
 
 
 def no_decay(o: Options) -> Any:

@@ -21,11 +21,6 @@ def scalar(x: Any) -> Scalar:
     return x.squeeze() if isinstance(x, Tensor) else x
 
 
-def learning_rate(o: Options) -> Scalar:
-    """η, ``lr``."""
-    return scalar(o["lr"])
-
-
 def sign(o: Options) -> float:
     """σ: −1 when the optimizer maximises."""
     return -1.0 if o.get("maximize") else 1.0
@@ -60,14 +55,14 @@ def step_count(s: State, o: Options, g: Tensor, *, in_tensor: bool | None = None
     if in_tensor is None:
         in_tensor = bool(o.get("capturable") and not o.get("fused"))
     if in_tensor:
-        return running_scalar(s, "step", 0.0, g) + 1
+        return running_scalar(s, "step", 0.0, g.device) + 1
     step = s.get("step", 0.0)
     if isinstance(step, Tensor) and step.device.type != "cpu":
         return step.to(widest(step.device)) + 1
     return float(step) + 1
 
 
-def running_scalar(s: State, name: str, initial: Scalar, g: Tensor) -> Tensor:
+def running_scalar(s: State, name: str, initial: Scalar, device: torch.device | str) -> Tensor:
     """A number that the optimizer keeps as a 0-dim tensor of its own precision.
 
     Where it is missing: its initial value, as the optimizer would keep it.
@@ -78,4 +73,4 @@ def running_scalar(s: State, name: str, initial: Scalar, g: Tensor) -> Tensor:
     dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
     if isinstance(initial, Tensor):
         return initial.to(dtype)
-    return torch.full((), initial, dtype=dtype, device=g.device)
+    return torch.full((), initial, dtype=dtype, device=device)

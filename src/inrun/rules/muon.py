@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Muon
 
-from inrun.rules.base import Options, State, decoupled_decay, register_optimizer
-from inrun.rules.common import Scalar, learning_rate
+from inrun.rules.base import Options, State, decoupled_decay, learning_rate, register_optimizer
+from inrun.rules.common import Scalar
 
 
 def _direction(g: Tensor, s: State, o: Options) -> Tensor:

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 from torch.optim import ASGD, SGD
 
-from inrun.rules.base import Options, State, register_optimizer
+from inrun.rules.base import Options, State, learning_rate, register_optimizer
 from inrun.rules.common import (
     Scalar,
     effective_gradient,
-    learning_rate,
     running_scalar,
     scalar,
     sign,
@@ -62,4 +61,4 @@ def asgd(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
 
 
 def _eta(g: Tensor, s: State, o: Options) -> Tensor:
-    return running_scalar(s, "eta", learning_rate(o), g)
+    return running_scalar(s, "eta", learning_rate(o), g.device)

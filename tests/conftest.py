@@ -1,0 +1,18 @@
+"""Every test starts from the same seed, in float64, on one thread."""
+
+import os
+
+# Some virtual machines announce AMX and crash on it; torch's CPU kernels are told not to use it.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _settings():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

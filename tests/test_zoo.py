@@ -1,0 +1,120 @@
+"""Per-example gradients and values of every model of the zoo against the slow reference."""
+
+import pytest
+import torch
+from zoo import ZOO, Problem
+
+import inrun
+from inrun import reference
+from inrun.capture import Capture
+from inrun.nodes import directions, pull_back
+
+
+def trainable(model):
+    return {k: p for k, p in model.named_parameters() if p.requires_grad}
+
+
+def captured(problem: Problem, **options):
+    """The capture and the micro-batch of one forward and backward pass."""
+    problem.model.zero_grad()
+    options = {"batch_dim": problem.batch_dim} | options
+    capture = Capture(problem.model, trainable(problem.model), **options)
+    with capture.batch(problem.B) as micro:
+        problem.train_loss().backward()
+    return capture, micro
+
+
+def gradients_of(micro):
+    rows = {}
+    for node, records in micro.records.items():
+        for record in records:
+            for k, g in pull_back(node, record.rows()).items():
+                rows[k] = rows[k] + g if k in rows else g
+    return rows
+
+
+def reference_rows(problem: Problem):
+    return reference.per_example_gradients(
+        problem.model, problem.batch, problem.B, problem.forward, problem.loss, problem.batch_dim
+    )
+
+
+def close(got, expected, tolerance, floor=1e-6):
+    """``floor``: gradients that are zero but for rounding (a key's bias) have no relative error."""
+    return float((got - expected).norm()) <= tolerance * max(float(expected.norm()), floor)
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["bitwise", "fast"])
+@pytest.mark.parametrize("form", ["ghost", "materialise", "auto"])
+@pytest.mark.parametrize("name", ZOO)
+def test_per_example_gradients(name, form, fast):
+    problem = ZOO[name]()
+    expected = reference_rows(problem)
+    _, micro = captured(problem, form=form, fast=fast)
+    rows = gradients_of(micro)
+    assert rows.keys() == expected.keys(), "every trainable parameter is covered"
+    for k, g in expected.items():
+        assert close(rows[k], g, problem.tolerance), k
+    for k, p in trainable(problem.model).items():
+        assert close(p.grad, expected[k].sum(0), 1e-9), k
+
+    u = {k: torch.randn_like(p) for k, p in trainable(problem.model).items()}
+    dots = sum(
+        record.dot(directions(node, u)) for node, rs in micro.records.items() for record in rs
+    )
+    assert close(dots, sum((expected[k] * u[k]).flatten(1).sum(1) for k in u), problem.tolerance)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_values(name):
+    """One real step after two others: secant+midpoint, tangent and SGD values of every example."""
+    problem = ZOO[name]()
+    model = problem.model
+    params = list(trainable(model).values())
+    optimizer = torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1)
+    other = ZOO[name]().batch  # another draw of the same kind
+
+    def val_loss(m, batch):
+        return problem.loss(problem.forward(m, batch), batch)
+
+    run = inrun.watch(
+        model,
+        optimizer,
+        validation=[other],
+        loss=val_loss,
+        estimator=["secant", "tangent", "sgd", "secant+gauss2"],
+        batch_dim=problem.batch_dim,
+        audit_every=1,
+    )
+    for step in range(3):
+        rows = list(reference_rows(problem).values()) if step == 2 else []
+        with run.batch(range(problem.B)):
+            problem.train_loss().backward()
+        if step == 2:  # after the forward pass, which moved BatchNorm's statistics
+            model.eval()
+            expected = {
+                kind: reference.values(
+                    model, optimizer, rows, lambda m: val_loss(m, other), kind, points
+                )
+                for kind, points in (("secant", (0.5,)), ("tangent", (None,)), ("sgd", (None,)))
+            }
+            model.train()
+        optimizer.step()
+        optimizer.zero_grad()
+    for kind, value in expected.items():
+        got = run.history(kind).query("step == 2")["value"].to_numpy()
+        assert close(torch.tensor(got), value, 1e-5 if kind == "tangent" else 1e-9), kind
+    assert (run.coverage().query("status != 'frozen'")["status"] == "scored").all()
+    last = run.steps("secant+gauss2").iloc[-1]
+    assert abs(last["residual"]) <= 0.01 * run.history().query("step == 2")["value"].abs().sum()
+
+
+def test_a_batch_of_one():
+    problem = ZOO["gpt"]()
+    problem.batch = {k: v[:1] for k, v in problem.batch.items()}
+    problem.B = 1
+    expected = reference_rows(problem)
+    for form in ("ghost", "materialise"):
+        _, micro = captured(problem, form=form)
+        for k, g in gradients_of(micro).items():
+            assert close(g, expected[k], 1e-9), k
