@@ -1,10 +1,10 @@
 """How fast is a ledger of 100 million recorded values to read, and in how much memory?
 
-    python benchmarks/ledger.py [--rows 100000000] [--folder PATH] [--out benchmarks/results/ledger.json]
+    python benchmarks/ledger.py [--rows 100000000] [--folder PATH] [--out FILE.json]
 
 Writes a synthetic ledger in the Store's own format (one estimator, one target, random batches of
-64 out of a million examples), then asks ``values`` and ``top`` of it and the same questions of plain
-DuckDB on the same files, each in a fresh process; the best of several alternating rounds counts.
+64 out of a million examples), then asks ``values`` and ``top`` of it and the same questions of
+plain DuckDB on the same files, each in a fresh process; the best of several rounds counts.
 """
 
 from __future__ import annotations

@@ -71,12 +71,14 @@ def test_top(run, tmp_path):
     assert code[0]["id"] == other.loc[other["code"].idxmax(), "id"]
     harm = open_run(run).harm().sort_values("harm", ascending=False)
     assert [r["id"] for r in asked("top", run, "--by", "harm")] == harm["id"].tolist()[:20]
-    table = pd.DataFrame({"id": np.arange(50), "text": [f"text [red]{i}" for i in range(50)]})
+    table = pd.DataFrame(
+        {"id": np.arange(50), "text": [f"\x1b[2Jtext [red]{i}" for i in range(50)]}
+    )
     table.to_csv(tmp_path / "e.csv", index=False)
     text = call("top", run, "--examples", tmp_path / "e.csv").stdout
-    assert f"text [red]{best[0]['id']}" in text
+    assert f"text [red]{best[0]['id']}" in text and "\x1b" not in text
     rows = asked("top", run, "--examples", tmp_path / "e.csv")
-    assert rows[0]["text"] == f"text [red]{best[0]['id']}"
+    assert rows[0]["text"] == f"\x1b[2Jtext [red]{best[0]['id']}"
 
 
 def test_compare(run, tmp_path):

@@ -297,5 +297,7 @@ def test_narrow_screen(page):
         page.refresh()
         assert page.execute_script("return document.documentElement.scrollWidth") == 390
         assert page.find_element("css selector", "#examples-table .sorter").is_displayed()
+        inside = "return [...document.querySelectorAll('.rows td')].every((x) => x.scrollWidth <= "
+        assert page.execute_script(inside + "x.clientWidth + 1)")
     finally:
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+import inrun
 from inrun.ledger import Audit, LedgerError, MemoryLedger, StepRecord
 from inrun.store import Store, files, open_run, writer
 
@@ -288,8 +289,17 @@ def history_of_records(records):
     return memory.history(0)
 
 
+# Starts this file as a script without the rest of inrun: torch takes longer to import than to kill.
+BARE = """
+import runpy, sys, types
+package = types.ModuleType("inrun")
+package.__path__ = {path!r}
+sys.modules["inrun"] = package
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 KILLS = int(os.environ.get("INRUN_KILLS", "10"))
-STEPS = 100 * KILLS
+STEPS = 60 * KILLS
 
 
 def long_records():
@@ -300,11 +310,13 @@ def long_records():
         yield StepRecord(step, ids, values if step % 5 else None, 0.1, 1.25)
 
 
-def write_until_killed(folder: str, checkpoint: str) -> None:
-    """The process that is killed: records steps, checkpoints now and then, resumes."""
+def write_until_killed(folder: str, checkpoint: str, last_life: str) -> None:
+    """The process that is killed: resumes, records steps, checkpoints now and then."""
+    print("at work", flush=True)
+    hurry = last_life == "True"
     writer.SMALL_PARTS = 5
     store = Store.create(folder, {"seed": 7}, ["a", "b"], ["secant"])
-    store.flush_seconds = 0.01
+    store.flush_seconds = 0.5 if hurry else 0.005
     file, start = Path(checkpoint), 0
     if file.exists():
         state = json.loads(file.read_text())
@@ -312,17 +324,15 @@ def write_until_killed(folder: str, checkpoint: str) -> None:
         start = state["last_step"] + 1
     else:
         store.truncate(0)
-    print("at work", flush=True)
     for record in long_records():
         if record.step < start:
             continue
         store.append(record)
-        if record.step % 20 == 19:
+        if record.step % 7 == 6 and not hurry:
             draft = file.with_suffix(".new")
             draft.write_text(json.dumps(store.state_dict()))
             draft.replace(file)
-        # slow enough to be killed on the way: see STEPS and the pause before the kill
-        time.sleep(0.002)
+        time.sleep(0 if hurry else 0.002)  # not done before it is killed: see STEPS
     store.close()
 
 
@@ -330,10 +340,12 @@ def test_killed_and_resumed(tmp_path):
     """A real process, killed with SIGKILL again and again, ends with the uninterrupted table."""
     rng = np.random.default_rng(KILLS)
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, __file__, str(tmp_path / "run"), str(tmp_path / "checkpoint")]
+    paths = [__file__, str(tmp_path / "run"), str(tmp_path / "checkpoint")]
+    command = [sys.executable, "-c", BARE.format(path=list(inrun.__path__)), *paths]
     kills = 0
     while True:
-        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE)
+        life = [*command, str(kills == KILLS)]
+        process = subprocess.Popen(life, env=env, stdout=subprocess.PIPE)
         if kills == KILLS:
             process.communicate(timeout=120)
             assert process.returncode == 0
@@ -345,7 +357,8 @@ def test_killed_and_resumed(tmp_path):
             process.kill()
             process.wait()
             kills += 1
-            open_run(tmp_path / "run").values()
+            if (tmp_path / "run" / "run.json").exists():
+                open_run(tmp_path / "run").values()
         else:
             pytest.fail("the writer finished before it could be killed: make it slower")
         process.stdout.close()
@@ -469,11 +482,17 @@ def test_full_disk(tmp_path, monkeypatch):
 def test_run_json(tmp_path):
     config = {"lr": 1e-3, "betas": (0.9, 0.95), "clip": float("inf"), "n": np.int64(3)}
     store = Store.create(tmp_path / "run", config, ["a"], ESTIMATORS)
-    store.update_info(model={"class": "GPT", "parameters": 10}, coverage={"share": 0.5})
+    store.update_info(
+        model={"class": "GPT", "parameters": 10},
+        coverage={"share": 0.5, "parameters": [{"parameter": "w", "size": 3}]},
+    )
     info = json.loads((tmp_path / "run" / "run.json").read_text())
     assert info["config"] == {"lr": 1e-3, "betas": [0.9, 0.95], "clip": "inf", "n": 3}
     assert info["model"]["class"] == "GPT" and info["versions"]["numpy"] == np.__version__
-    assert open_run(tmp_path / "run").coverage() == {"share": 0.5}
+    assert open_run(tmp_path / "run").coverage().to_dict("list") == {
+        "parameter": ["w"],
+        "size": [3],
+    }
     with pytest.raises(LedgerError, match=r"'config' of run.json is fixed"):
         store.update_info(config={})
     with pytest.raises(LedgerError, match=r"run.json.fn is a function"):

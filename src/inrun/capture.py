@@ -65,6 +65,12 @@ class MicroBatch:
         self.bytes += sum(t.numel() * t.element_size() for t in record.tensors())
 
 
+    def energy(self) -> float:
+        """Σ_i ‖g_i‖², up to a few per cent: see ``Record.energy``."""
+        parts = [r.energy() for records in self.records.values() for r in records]
+        return float(sum(float(x) for x in parts))
+
+
 class Capture:
     """The mode, what it has recorded, and the hooks that keep it alive during recomputation.
 

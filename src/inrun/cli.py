@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Callable
 from enum import Enum
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from inrun import metrics
+from inrun import __version__, metrics
 from inrun.examples import load_examples
 from inrun.ledger import LedgerError
 from inrun.report.facts import describe, facts_of
@@ -29,6 +28,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
     help="What each training example did to your model, from the ledger of a watched run. "
     "Start with `inrun info RUN`, then `inrun report RUN`.",
 )
@@ -76,10 +76,7 @@ def plain_errors(command: Callable[P, None]) -> Callable[P, None]:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        try:
-            typer.echo(f"inrun {metadata.version('inrun')}")
-        except metadata.PackageNotFoundError:
-            typer.echo("inrun (from source, not installed)")
+        typer.echo(f"inrun {__version__}")
         raise typer.Exit
 
 
@@ -273,7 +270,8 @@ def _scores(saved: SavedRun, by: By, estimator: str | None) -> pd.DataFrame:
 def _cell(x: Any) -> str:
     if isinstance(x, float):
         return "" if math.isnan(x) else f"{x:.4g}"
-    text = " ".join(str(x).split()) if x is not None else ""
+    printable = (c if c.isprintable() else " " for c in str("" if x is None else x)[:2000])
+    text = " ".join("".join(printable).split())  # what is in the data never steers the terminal
     return text if len(text) <= 200 else text[:199] + "…"
 
 

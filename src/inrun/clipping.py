@@ -2,21 +2,23 @@
 
 The batch accumulated G; the optimizer receives ḡ = C(G). Unscaling and averaging are linear.
 Clipping by value acts on each coordinate: its divided difference is ḡ/G. Clipping by norm,
-ḡ = cG with c = max_norm/‖G‖, is a function of the whole gradient; along the path from nothing to
-the whole batch its derivative averages to
+ḡ = cG with c = max_norm/‖G‖, turns on the whole gradient: the part of g_i along G counts c times
+(so the sum is cG), the part across it as often as a coalition is scaled on average,
 
-    c·I + c·ln(1/c)·(I − ĜĜᵀ),        Ĝ = G/‖G‖,
+    ∫₀¹ min(1, max_norm / √(α²‖G‖² + α(1−α) Σ‖g_i‖²)) dα,
 
-that is, the part of g_i along G counts c times and the part across it c(1 + ln 1/c) times. The
-sum over examples is cG either way.
+where the root is the expected norm of the gradient of a random coalition that each example joins
+with probability α. (Leaving the second term out, as along the straight path to G, gives
+c(1 + ln 1/c); it overstates the part across G where single examples are clipped already.)
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,30 +28,41 @@ class Clipping:
     """How ḡ came from G. ``ratio`` is the factor on all coordinates, or a list of tensors.
 
     ``norm`` is set where the factor is due to clipping by norm: the norm it clips to, after
-    ``scale``, the linear part of the factor (1/loss scale).
+    ``scale``, the linear part of the factor (1/loss scale). Without ``across`` the factor counts
+    as fixed for every example.
     """
 
     ratio: float | list[Tensor]
     scale: float = 1.0
     norm: float | None = None
     bound: float | None = None  # clipping by value: the largest |ḡ|
+    across: float | None = None  # clipping by norm: the factor of the part across G
 
     @property
     def identity(self) -> bool:
         return self.ratio == 1.0
 
-    def carry(self, u: Sequence[Tensor], G: Sequence[Tensor], path: bool) -> list[Tensor]:
-        """A direction for ḡ as a direction for G. ``path`` counts norm clipping along the path;
-        otherwise its coefficient counts as fixed."""
+    def spread(self, G: Sequence[Tensor], energy: float) -> Clipping:
+        """With the factor for the part across G; ``energy`` is Σ‖g_i‖²."""
+        if self.norm is None:
+            return self
+        GG = sum(float(g.double().square().sum()) for g in G)
+        alpha = (np.arange(1000) + 0.5) / 1000
+        size = self.scale * np.sqrt(alpha**2 * GG + alpha * (1 - alpha) * energy)
+        return replace(self, across=float(np.minimum(1.0, self.norm / size).mean()))
+
+    def carry(self, u: Sequence[Tensor], G: Sequence[Tensor]) -> list[Tensor]:
+        """A direction for ḡ as a direction for G."""
         if isinstance(self.ratio, list):
             return [r * x for r, x in zip(self.ratio, u, strict=True)]
-        if self.norm is None or not path:
+        if self.across is None:
             return list(u) if self.identity else [self.ratio * x for x in u]
-        c = self.ratio / self.scale
-        across = 1 - math.log(c)
-        along = sum(float((x * g).sum()) for x, g in zip(u, G, strict=True)) * math.log(c)
+        across = self.scale * self.across
+        along = (self.ratio - across) * sum(
+            float((x.double() * g.double()).sum()) for x, g in zip(u, G, strict=True)
+        )
         along /= sum(float(g.double().square().sum()) for g in G)
-        return [self.ratio * (across * x + along * g) for x, g in zip(u, G, strict=True)]
+        return [across * x + along * g.to(x.dtype) for x, g in zip(u, G, strict=True)]
 
     def function(self) -> Callable[[list[Tensor | None]], list[Tensor | None]]:
         """C itself, for the gradient of any coalition."""

@@ -340,7 +340,9 @@ class Run:
         G = [self._accumulated(k) for k in names]
         if not all(bool(torch.isfinite(m.g).all()) for m in mine):
             return None, None, "the training gradient is not finite"
-        clipping = self._recognise(names, G, [m.g for m in mine])
+        clipping = fixed = self._recognise(names, G, [m.g for m in mine])
+        if clipping.norm is not None:
+            clipping = clipping.spread(G, sum(m.energy() for m in micros))
 
         self._validator.autocast = micros[-1].autocast
         self._validator.draw()
@@ -361,7 +363,7 @@ class Run:
                 v = [torch.stack(vs).mean(0) if len(vs) > 1 else vs[0] for vs in zip(*at, strict=True)]
                 u = [f(x.to(m.g.dtype)) for f, x, m in zip(maps[e], v, mine, strict=True)]
                 u = [x if dead is None else x.masked_fill(dead, 0.0) for x, dead in zip(u, zero, strict=True)]
-                u = clipping.carry(u, G, path=estimator.kind == "secant")
+                u = (clipping if estimator.kind == "secant" else fixed).carry(u, G)
                 values[e, q] = self._contract(dict(zip(names, u, strict=True)), micros)
                 if not np.isfinite(values[e, q]).all():
                     return None, None, f"values for '{self.targets[q]}' are not finite"

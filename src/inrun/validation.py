@@ -7,6 +7,7 @@ when a pass ends, also after an exception.
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -142,6 +143,7 @@ class Validator:
         self.targets = [Batches(n, s, seed + i) for i, (n, s) in enumerate(targets.items())]
         self.autocast: tuple[str, bool, torch.dtype] | None = None
         self._batches: list[list[Any]] = []
+        self._reentrant = False
 
     def draw(self) -> None:
         """Move every target on to its next ``per_step`` batches."""
@@ -179,9 +181,8 @@ class Validator:
             grads: list[Tensor] | None = None
             with torch.enable_grad(), self._pass():
                 for weight, batch in self._parts(q):
-                    loss = self._loss(q, batch) * weight
-                    total = total + loss.detach().double().cpu()
-                    new = _differentiate(loss * scale, params)
+                    loss, new = self._differentiate(q, batch, weight * scale, params)
+                    total = total + loss.double().cpu() * weight
                     grads = new if grads is None else [a + b for a, b in zip(grads, new, strict=True)]
             assert grads is not None
             if scale == 1.0:
@@ -189,6 +190,29 @@ class Validator:
             if all(bool(torch.isfinite(g).all()) for g in grads):
                 break
         return total, [g / scale for g in grads]
+
+    def _differentiate(
+        self, q: int, batch: Any, factor: float, params: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """A batch's loss and the gradient of ``factor`` times it."""
+        loss = self._loss(q, batch)
+        if not loss.requires_grad:
+            raise ValidationError(
+                f"target '{self.targets[q].name}': the validation loss does not depend on the "
+                "watched parameters (is it computed under no_grad, or detached?)"
+            )
+        if not self._reentrant:
+            try:
+                grads = torch.autograd.grad(loss * factor, params, allow_unused=True)
+            except RuntimeError as e:
+                if "incompatible with" not in str(e):
+                    raise
+                self._reentrant = True  # a reentrant checkpoint allows only backward()
+                loss = self._loss(q, batch)
+        if self._reentrant:
+            grads = _backward(loss * factor, params)
+        pairs = zip(params, grads, strict=True)
+        return loss.detach(), [torch.zeros_like(p) if g is None else g for p, g in pairs]
 
     def _parts(self, q: int) -> Iterator[tuple[float, Any]]:
         """Batches, cut into chunks of rows where asked, with their weights in the mean."""
@@ -221,10 +245,13 @@ class Validator:
             for m, _ in modes:
                 m.training = False
             with (
+                warnings.catch_warnings(),
                 seeded(0),
                 torch.compiler.set_stance("force_eager"),
                 torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False),
             ):
+                # a reentrant checkpoint says so when a loss is measured without gradients
+                warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
                 yield
         finally:
             for m, training in modes:
@@ -238,23 +265,8 @@ class Validator:
             t.load_state_dict(state[t.name])
 
 
-def _differentiate(loss: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    if not loss.requires_grad:
-        raise ValidationError(
-            "the validation loss does not depend on the watched parameters (is it computed under "
-            "no_grad, or detached?)"
-        )
-    try:
-        grads = torch.autograd.grad(loss, params, allow_unused=True)
-    except RuntimeError as e:
-        if "incompatible with" not in str(e):
-            raise
-        grads = _backward(loss, params)
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
-
-
 def _backward(loss: Tensor, params: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Reentrant checkpoints allow only ``backward()``: put the training's gradients aside."""
+    """The gradients by ``backward()``, with the training's own put aside."""
     own = [p.grad for p in params]
     try:
         for p in params:

@@ -32,6 +32,19 @@ class Record:
         """g_i for each example: [B, *W]."""
         raise NotImplementedError
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """W."""
+        raise NotImplementedError
+
+    def energy(self) -> Tensor:
+        """Σ_i ‖g_i‖². Where the gradients are not formed: estimated, without bias, from their
+        products with one direction of random signs."""
+        generator = torch.Generator().manual_seed(0)
+        signs = torch.randint(0, 2, self.shape, generator=generator) * 2.0 - 1.0
+        like = self.tensors()[-1]
+        return self.dot(signs.to(like.device, wide(like).dtype)).square().sum()
+
     def map(self: R, f: Callable[[Tensor], Tensor]) -> R:
         """The same record with ``f`` applied to its tensors (moved to another device, say)."""
         changed = {
@@ -51,6 +64,9 @@ class Dense(Record):
 
     grads: Tensor  # [B, *W]
 
+    def energy(self) -> Tensor:
+        return wide(self.grads).square().sum()
+
     def dot(self, u: Tensor) -> Tensor:
         return wide(self.grads).flatten(1) @ wide(u).flatten()
 
@@ -67,6 +83,9 @@ class Aligned(Record):
 
     grads: Tensor  # [B, *W without its example dimension]
     dim: int  # the example dimension of W
+
+    def energy(self) -> Tensor:
+        return wide(self.grads).square().sum()
 
     def dot(self, u: Tensor) -> Tensor:
         return (wide(self.grads) * wide(u).movedim(self.dim, 0)).flatten(1).sum(1)
@@ -91,6 +110,11 @@ class Pair(Record):
     delta: Tensor  # [B, T, O]
     transposed: bool = False  # W is [I, O] instead of [O, I]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        sizes = self.delta.shape[-1], self.a.shape[-1]
+        return sizes[::-1] if self.transposed else sizes
+
     def dot(self, u: Tensor) -> Tensor:
         a, delta = together(self.a, self.delta)
         u = u.to(a.dtype)
@@ -109,6 +133,10 @@ class Lookup(Record):
     ids: Tensor  # [B, T]
     delta: Tensor  # [B, T, O]; zero where the id is the padding's
     size: int  # V
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.size, self.delta.shape[-1]
 
     def dot(self, u: Tensor) -> Tensor:
         return (wide(u)[self.ids] * wide(self.delta)).sum((1, 2))
@@ -134,6 +162,10 @@ class Replay(Record):
     value: Tensor  # the operand, W
     linear: bool = False  # f(W + u) = f(W) + f(u): applying it to u is the derivative
     held: tuple[Tensor, ...] = ()  # what ``apply`` keeps alive, for the memory account
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.value.shape)
 
     def dot(self, u: Tensor) -> Tensor:
         u = u.to(self.value.dtype)
@@ -164,7 +196,7 @@ class Replay(Record):
         return self  # its operation is bound to the device it ran on
 
     def tensors(self) -> list[Tensor]:
-        return [self.delta, *self.held]
+        return [*self.held, self.delta]
 
 
 def wide(x: Tensor) -> Tensor:

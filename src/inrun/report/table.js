@@ -84,7 +84,7 @@ function exampleTable(root, data, options) {
     if (k === "rank") return el("td", { class: "rank" }, count(rank + 1));
     if (k === "example") return el("td", { class: texts ? "example" : "example image", "data-name": "" }, ...content(i));
     if (k === "value") {
-      const td = el("td", { class: "num", "data-name": head.name }, unit.show(columns.value[i]));
+      const td = el("td", { class: "num", "data-name": "value" }, unit.show(columns.value[i]));
       if (columns.value[i] !== null) td.append(meter(columns.value[i], largest));
       return td;
     }
@@ -115,7 +115,7 @@ function exampleTable(root, data, options) {
     for (const text of body.querySelectorAll(".text")) text.nextSibling.hidden = text.scrollHeight <= text.clientHeight + 1;
     if (!rows.length) body.append(el("tr", null, el("td", { colspan: heads.length, class: "none" }, "Nothing matches.")));
     const view = options.views.find((v) => v.key === state.view);
-    caption.textContent = view.note;
+    caption.textContent = view.note + (unit.unit ? ` Values ${unit.unit}.` : "");
     for (const th of headRow.children) {
       if (state.sort && th.dataset.key === state.sort) th.setAttribute("aria-sort", state.up ? "ascending" : "descending");
       else th.removeAttribute("aria-sort");

@@ -67,9 +67,10 @@ class SavedRun:
         """Do the values add up? The audited steps summed."""
         return audit_summary(self.steps(estimator))
 
-    def coverage(self) -> Any:
-        """Which parameters are scored, as the run noted it; None if it did not."""
-        return self.info.get("coverage")
+    def coverage(self) -> pd.DataFrame:
+        """One row per parameter: is it scored, and how (empty if the run did not note it)."""
+        coverage = self.info.get("coverage") or {}
+        return pd.DataFrame(coverage.get("parameters", []))
 
     def _index(self, estimator: str | None) -> int:
         if estimator is None:

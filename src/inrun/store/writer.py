@@ -359,12 +359,12 @@ class Store(ParquetTables):
 def as_ids(ids: Any) -> pa.Array:
     """Ids as an Arrow array of int64 or string; anything else, or a mixture, is refused."""
     array = np.asarray(ids)
-    kinds = {type(x).__name__ for x in array.tolist()}
     try:
+        if array.dtype.kind in "iu":
+            return pa.array(array).cast(pa.int64())
+        kinds = {type(x).__name__ for x in array.tolist()}
         if kinds <= {"int"}:
-            return pa.array(
-                array.astype(np.int64) if array.dtype != np.uint64 else array.tolist(), pa.int64()
-            )
+            return pa.array(array.tolist(), pa.int64())
         if kinds == {"str"}:
             return pa.array(array.tolist(), pa.string())
     except (pa.ArrowException, OverflowError, UnicodeError) as error:
