@@ -5,7 +5,9 @@ A ``TorchFunctionMode`` sees every call while a batch is open. Each tensor is on
 * *batched*: made of the batch's data; a ``Layout`` says where its examples are;
 * *parametric*: a watched parameter or made of parameters alone (a ``Node``);
 * *unknown*: made of the data, but the examples are no longer apart in it (a loss);
-* *constant*: everything else.
+* *outside*: brought along by the loop, of another size (a whole dataset): what is cut out of it
+  may be the batch;
+* *constant*: everything else: the model's own tensors and what is made of nothing.
 
 Where a parametric tensor meets a batched one, the output is tapped: an identity in the autograd
 graph whose backward receives δ and keeps a record per parametric operand. The model's own
@@ -40,7 +42,7 @@ class _Kind:
         self.name = name
 
 
-CONSTANT, UNKNOWN = _Kind("constant"), _Kind("unknown")
+CONSTANT, UNKNOWN, OUTSIDE = _Kind("constant"), _Kind("unknown"), _Kind("outside")
 _PASS = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
@@ -52,7 +54,8 @@ class MicroBatch:
     autocast: tuple[str, bool, torch.dtype] | None = None
     records: dict[Node, list[Record]] = field(default_factory=dict)
     bytes: int = 0
-    fired: bool = False
+    met: bool = False  # did a parameter meet an example?
+    fired: bool = False  # did a gradient arrive?
 
     def add(self, node: Node, record: Record) -> None:
         """Keep a record; materialised gradients of the same operand are summed."""
@@ -114,7 +117,7 @@ class Capture:
         """Record the operations run inside, for B examples."""
         self.live = MicroBatch(B)
         self._shapes = []
-        self._constants = {id(t) for t in (*self.model.buffers(), *self.model.parameters())}
+        self._constants = _own_tensors(self.model)
         try:
             # A compiled model runs eagerly while it is watched: the mode sees its operations.
             with torch.compiler.set_stance("force_eager"), self._mode:
@@ -149,8 +152,9 @@ class Capture:
         elif parametric:
             self._note_parametric(func, args, kwargs, out)
         else:
+            outside = any(x is OUTSIDE for x in infos)
             for t in tensors_in(out):
-                self._info[t] = CONSTANT
+                self._info[t] = self._classify(t) if outside else CONSTANT
         return out
 
     def _find(self, t: Tensor) -> Any:
@@ -171,9 +175,10 @@ class Capture:
                 return known
         if t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B:
             return Layout(self.batch_dim)
-        if t.ndim > 0:
-            self._shapes.append(tuple(t.shape))
-        return UNKNOWN if t.requires_grad and not t.is_leaf else CONSTANT
+        if t.ndim == 0:
+            return CONSTANT
+        self._shapes.append(tuple(t.shape))
+        return UNKNOWN if t.requires_grad and not t.is_leaf else OUTSIDE
 
     def _layout(self, t: Any) -> Layout | None:
         info = self._find(t) if isinstance(t, Tensor) else None
@@ -222,6 +227,7 @@ class Capture:
     def _meet(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A parametric tensor meets the examples: run the operation and tap its output."""
         assert self.live is not None
+        self.live.met = True
         rule = op_rule(func)
         if rule is None and (body := _composite(func)) is not None:
             with self._mode:
@@ -231,7 +237,9 @@ class Capture:
         nodes = tuple(x if type(x) is Node else None for x in infos)
         layouts = tuple(x if type(x) is Layout else None for x in infos)
         saved = [x.detach() if n is not None else x for x, n in zip(leaves, nodes, strict=True)]
-        if in_place(func) and name_of(func) not in ("add", "sub"):
+        if name_of(func) in ("add", "sub", "rsub"):  # their derivative needs shapes only
+            saved = [_shape_of(x) if isinstance(x, Tensor) else x for x in saved]
+        elif in_place(func):
             saved[0] = saved[0].clone()
         pure = getattr(torch, name_of(func), None) if in_place(func) else func
         call = Call(pure or func, spec, tuple(saved), nodes, layouts, Layout(0), self.live.B, self.form)
@@ -303,7 +311,7 @@ class Capture:
         )
 
     def _nothing_recorded(self, micro: MicroBatch) -> Exception:
-        if self._shapes and not any(isinstance(x, Layout) for x in self._info.values()):
+        if self._shapes and not micro.met:
             return BatchError(
                 f"run.batch got {micro.B} ids, but no tensor that entered the model has size "
                 f"{micro.B} in dimension {self.batch_dim}; shapes seen: {self._shapes[:4]}. Pass "
@@ -392,6 +400,19 @@ class _Tap(torch.autograd.Function):
             return delta, None, None
         assert total is not None
         return delta, total.to(ctx.operand), None
+
+
+def _own_tensors(model: nn.Module) -> set[int]:
+    """Parameters, buffers and tensors kept as plain attributes."""
+    own = {id(t) for t in (*model.buffers(), *model.parameters())}
+    for module in model.modules():
+        own |= {id(x) for x in vars(module).values() if isinstance(x, Tensor)}
+    return own
+
+
+def _shape_of(x: Tensor) -> Tensor:
+    """A tensor of this shape and type that takes no memory."""
+    return x.detach().new_zeros(()).expand(x.shape)
 
 
 def _own(out: Tensor) -> Tensor:

@@ -291,6 +291,15 @@ def _index(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout
     return Layout(max(t.ndim for t in tensors) - rows.ndim + dim)
 
 
+def _recurrent(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
+    """Outputs [B, T, …] or [T, B, …] as the input has it; states are [layers, B, …]."""
+    x = args[0]
+    layout = find(x)
+    if layout is None or x.ndim != 3:
+        return None
+    return layout if out.shape[:2] == x.shape[:2] else replace(layout, dim=1)
+
+
 def _picked(index: tuple[Any, ...], find: Find) -> Layout | None:
     places = [k for k, i in enumerate(index) if isinstance(i, Tensor)]
     first = places[0]
@@ -344,6 +353,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("gather", "take_along_dim", "index_select", "scatter", "scatter_add", "index_add",
          "index_copy", "index_fill"), _along),
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
     "einsum": _einsum,
     "stack": _stack,
     "repeat_interleave": _interleave,

@@ -125,7 +125,9 @@ def watch(
     config = Config(
         names, point, training, audit_every, per_step, every, batch_dim, tuple(ignore), form, seed
     )
-    targets = targets if targets is not None else {"validation": validation or ()}
+    if targets is None:
+        assert validation is not None
+        targets = {"validation": validation}
     validator = Validator(model, targets, loss, per_step, chunk, seed)
     ledger = MemoryLedger(list(targets))
     return Run(model, optimizer, config, validator, ledger, offload, memory_limit, max_norm, scaler)

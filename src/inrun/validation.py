@@ -59,9 +59,11 @@ class Batches:
 
     def _next(self) -> Any:
         if self._iterator is None:
-            self._iterator = self._start(self.index)
-        with seeded(self.seed, self.epoch, self.index + 1):
-            batch = next(self._iterator, _END)
+            with seeded(self.seed, self.epoch):
+                self._iterator = iter(self.source)
+            for skipped in range(self.index):
+                self._draw(skipped)
+        batch = self._draw(self.index)
         if batch is _END:
             if self.index == 0:
                 raise ValidationError(f"target '{self.name}': the validation data is empty")
@@ -71,12 +73,10 @@ class Batches:
         self.index += 1
         return batch
 
-    def _start(self, skip: int) -> Iterator[Any]:
-        with seeded(self.seed, self.epoch):
-            iterator = iter(self.source)
-            for _ in range(skip):
-                next(iterator, None)
-        return iterator
+    def _draw(self, index: int) -> Any:
+        assert self._iterator is not None
+        with seeded(self.seed, self.epoch, index + 1):
+            return next(self._iterator, _END)
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "index": self.index}

@@ -68,7 +68,7 @@ class Dense(Record):
         return wide(self.grads).square().sum()
 
     def dot(self, u: Tensor) -> Tensor:
-        return wide(self.grads).flatten(1) @ wide(u).flatten()
+        return wide(self.grads).reshape(len(self.grads), -1) @ wide(u).flatten()
 
     def rows(self) -> Tensor:
         return self.grads

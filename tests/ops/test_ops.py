@@ -1,0 +1,194 @@
+"""Every operation rule against the reference, in every form, for batches of one and more."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_zoo import captured, close, gradients_of, reference_rows
+from torch import nn
+from zoo import Problem
+
+from inrun.nodes import directions
+
+
+class Op(nn.Module):
+    """One operation with parameters ``w``, ``b``, …"""
+
+    def __init__(self, function, **shapes):
+        super().__init__()
+        self.function = function
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+        self.register_buffer("mean", torch.randn(4))
+        self.register_buffer("var", torch.rand(4) + 0.5)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def masked(m, x):
+    return torch.where(x > 0, x, m.w)
+
+
+def padded(m, x):
+    return F.embedding(x, m.w, padding_idx=2)
+
+
+def reused(m, x):
+    return F.linear(F.linear(x, m.w), m.w.t()) + x @ m.w.t() @ m.w
+
+
+def positions(m, x):
+    return x + F.embedding(torch.arange(x.shape[1]), m.w)
+
+
+def class_token(m, x):
+    return torch.cat([m.w.expand(len(x), -1, -1), x, m.b.repeat(len(x), 1, 1)], 1)
+
+
+def written_in_place(m, x):
+    y = x * 2
+    y += m.w
+    y *= m.b
+    return y.relu_()
+
+
+def shifted(m, x):
+    y = torch.zeros_like(x)
+    y[:, 1:] = x[:, :-1]
+    return y * m.w
+
+
+def merged_rows(m, x):
+    return F.linear(x.reshape(-1, x.shape[-1]), m.w, m.b).view(*x.shape[:-1], -1)
+
+
+def two_scales(m, x):
+    return torch.exp(m.w) * x / (1 + m.b**2)
+
+
+def weight_norm(m, x):
+    return F.linear(x, m.g * m.v / m.v.norm(dim=1, keepdim=True))
+
+
+def sequence_inside(m, x):
+    y = F.linear(x.transpose(0, 1).reshape(-1, x.shape[-1]), m.w)  # tokens first, then examples
+    return y.view(x.shape[1], x.shape[0], -1).transpose(0, 1)
+
+
+FLOAT, IDS = "float", "ids"
+CASES = {
+    "linear-2d": (lambda m, x: F.linear(x, m.w, m.b), (4,), {"w": (3, 4), "b": (3,)}),
+    "linear-3d": (lambda m, x: F.linear(x, m.w, m.b), (5, 4), {"w": (3, 4), "b": (3,)}),
+    "linear-4d": (lambda m, x: F.linear(x, m.w), (2, 5, 4), {"w": (3, 4)}),
+    "linear-merged": (merged_rows, (5, 4), {"w": (3, 4), "b": (3,)}),
+    "linear-sequence-inside": (sequence_inside, (5, 4), {"w": (3, 4)}),
+    "addmm": (lambda m, x: torch.addmm(m.b, x, m.w), (4,), {"w": (4, 3), "b": (3,)}),
+    "addmm-scaled": (
+        lambda m, x: torch.addmm(m.b, x, m.w, beta=0.5, alpha=2.0), (4,), {"w": (4, 3), "b": (3,)}
+    ),
+    "matmul": (lambda m, x: x @ m.w, (5, 4), {"w": (4, 3)}),
+    "matmul-left": (lambda m, x: m.w @ x, (4, 5), {"w": (3, 4)}),
+    "matmul-vector": (lambda m, x: x @ m.w, (5, 4), {"w": (4,)}),
+    "bmm": (lambda m, x: torch.bmm(x, m.w.expand(len(x), -1, -1)), (5, 4), {"w": (1, 4, 3)}),
+    "einsum": (lambda m, x: torch.einsum("btd,hdk->bhtk", x, m.w), (5, 4), {"w": (2, 4, 3)}),
+    "embedding-2d": (lambda m, x: F.embedding(x, m.w), IDS, {"w": (7, 3)}),
+    "embedding-padding": (padded, IDS, {"w": (7, 3)}),
+    "torch-embedding": (lambda m, x: torch.embedding(m.w, x), IDS, {"w": (7, 3)}),
+    "layer_norm": (
+        lambda m, x: F.layer_norm(x, (4,), m.w, m.b), (5, 4), {"w": (4,), "b": (4,)}
+    ),
+    "layer_norm-2": (lambda m, x: F.layer_norm(x, (5, 4), m.w), (5, 4), {"w": (5, 4)}),
+    "layer_norm-2d": (lambda m, x: F.layer_norm(x, (4,), m.w, m.b), (4,), {"w": (4,), "b": (4,)}),
+    "rms_norm": (lambda m, x: F.rms_norm(x, (4,), m.w, 1e-6), (5, 4), {"w": (4,)}),
+    "group_norm": (
+        lambda m, x: F.group_norm(x, 2, m.w, m.b), (4, 3, 3), {"w": (4,), "b": (4,)}
+    ),
+    "instance_norm": (
+        lambda m, x: F.instance_norm(x, weight=m.w, bias=m.b), (4, 3, 3), {"w": (4,), "b": (4,)}
+    ),
+    "batch_norm-evaluating": (
+        lambda m, x: F.batch_norm(x, m.mean, m.var, m.w, m.b), (4, 3), {"w": (4,), "b": (4,)}
+    ),
+    "torch-batch_norm": (
+        lambda m, x: torch.batch_norm(x, m.w, m.b, m.mean, m.var, False, 0.1, 1e-5, False),
+        (4, 3), {"w": (4,), "b": (4,)},
+    ),
+    "conv1d": (
+        lambda m, x: F.conv1d(x, m.w, m.b, padding=1), (2, 7), {"w": (4, 2, 3), "b": (4,)}
+    ),
+    "conv2d-strided": (
+        lambda m, x: F.conv2d(x, m.w, m.b, stride=2, padding=(1, 0)), (2, 7, 6),
+        {"w": (4, 2, 3, 2), "b": (4,)},
+    ),
+    "conv2d-dilated-grouped": (
+        lambda m, x: F.conv2d(x, m.w, dilation=2, groups=2), (4, 7, 7), {"w": (6, 2, 3, 3)}
+    ),
+    "conv2d-same": (lambda m, x: F.conv2d(x, m.w, padding="same"), (2, 6, 6), {"w": (3, 2, 4, 3)}),
+    "conv2d-valid": (
+        lambda m, x: F.conv2d(x, m.w, padding="valid"), (2, 6, 6), {"w": (3, 2, 3, 3)}
+    ),
+    "conv3d": (lambda m, x: F.conv3d(x, m.w, m.b), (2, 4, 4, 4), {"w": (3, 2, 2, 2, 2), "b": (3,)}),
+    "conv_transpose2d": (
+        lambda m, x: F.conv_transpose2d(x, m.w, stride=2), (2, 4, 4), {"w": (2, 3, 3, 3)}
+    ),
+    "mul-scalar": (lambda m, x: x * m.w, (5, 4), {"w": ()}),
+    "mul-row": (lambda m, x: m.w * x, (5, 4), {"w": (4,)}),
+    "mul-column": (lambda m, x: x * m.w, (5, 4), {"w": (5, 1)}),
+    "add-positions": (positions, (5, 4), {"w": (9, 4)}),
+    "sub": (lambda m, x: m.w - x, (5, 4), {"w": (5, 4)}),
+    "rsub": (lambda m, x: torch.sub(x, m.w, alpha=0.3), (5, 4), {"w": (4,)}),
+    "div": (lambda m, x: x / m.w, (5, 4), {"w": (4,)}),
+    "pow": (lambda m, x: x.abs() ** m.w, (5, 4), {"w": (4,)}),
+    "prelu": (lambda m, x: F.prelu(x, m.w), (4, 3), {"w": (4,)}),
+    "where": (masked, (5, 4), {"w": (4,)}),
+    "exp-and-square": (two_scales, (5, 4), {"w": (4,), "b": (5, 1)}),
+    "class-token": (class_token, (5, 4), {"w": (1, 1, 4), "b": (1, 2, 4)}),
+    "in-place": (written_in_place, (5, 4), {"w": (4,), "b": (5, 4)}),
+    "setitem": (shifted, (5, 4), {"w": (4,)}),
+    "reused-and-tied": (reused, (5, 4), {"w": (3, 4)}),
+    "weight-norm": (weight_norm, (5, 4), {"v": (3, 4), "g": (3, 1)}),
+    "cast": (lambda m, x: F.linear(x, m.w.to(torch.float64).mul(2)), (4,), {"w": (3, 4)}),
+    "lerp": (lambda m, x: torch.lerp(x, x.flip(-1), m.w), (5, 4), {"w": (4,)}),
+    "bilinear": (lambda m, x: F.bilinear(x, x.flip(-1), m.w, m.b), (4,), {"w": (3, 4, 4), "b": (3,)}),
+}  # fmt: skip
+
+
+def problem(name: str, B: int) -> Problem:
+    function, shape, shapes = CASES[name]
+    x = torch.randint(0, 7, (B, 5)) if shape == IDS else torch.randn(B, *shape)
+
+    def loss(out, batch):
+        return (out.flatten(1).pow(3).sum(1) * torch.arange(1.0, len(out) + 1)).mean()
+
+    return Problem(Op(function, **shapes), (x,), B, lambda m, b: m(b[0]), loss)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("B", [1, 5])
+@pytest.mark.parametrize("form", ["ghost", "materialise"])
+@pytest.mark.parametrize("name", CASES)
+def test_operation(name, form, B):
+    torch.manual_seed(1)
+    p = problem(name, B)
+    expected = reference_rows(p)
+    for fast in (False, True):
+        _, micro = captured(p, form=form, fast=fast)
+        rows = gradients_of(micro)
+        assert rows.keys() == expected.keys()
+        for k, g in expected.items():
+            assert rows[k].shape == g.shape
+            assert close(rows[k], g, 1e-9), (k, fast)
+            assert close(p.model.get_parameter(k).grad, g.sum(0), 1e-9), (k, fast)
+        u = {k: torch.randn_like(g[0]) for k, g in expected.items()}
+        dots = sum(r.dot(directions(n, u)) for n, rs in micro.records.items() for r in rs)
+        assert close(dots, sum((expected[k] * u[k]).reshape(B, -1).sum(1) for k in u), 1e-9)
+
+
+def test_the_energy_of_ghost_records_is_unbiased():
+    p = problem("linear-3d", 5)
+    _, dense = captured(p, form="materialise")
+    _, ghost = captured(p, form="ghost")
+    assert ghost.energy() == pytest.approx(dense.energy(), rel=0.8)
+    assert dense.energy() == pytest.approx(
+        sum(float(g.square().sum()) for g in reference_rows(p).values())
+    )
