@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from zoo import GPT
 
 import inrun
+from zoo import GPT
 
 BYTES = 64
 

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from zoo import GPT, ZOO, V
 
 import inrun
 from inrun import reference
+from zoo import GPT, ZOO, V
 
 B, LENGTH = 6, 5
 
@@ -68,7 +68,9 @@ class Silent:
 def everything(model, optimizer):
     """All that training leaves behind."""
     state = {f"weight {k}": v.clone() for k, v in model.state_dict().items()}
-    state |= {f"grad {k}": p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
+    state |= {
+        f"grad {k}": p.grad.clone() for k, p in model.named_parameters() if p.grad is not None
+    }
     for i, s in optimizer.state_dict()["state"].items():
         state |= {f"state {i} {k}": torch.as_tensor(v).clone() for k, v in s.items()}
     state["torch rng"] = torch.get_rng_state()
@@ -291,7 +293,7 @@ def test_clipped_values_add_up_and_agree_with_the_clipped_utility(loop, capsys):
             checks[step] = run.check()
         LOOPS[loop](model, optimizer, run, step)
     for check in checks.values():
-        assert check.pearson >= (0.99 if loop == 'clipped_by_norm' else 0.95), str(check)
+        assert check.pearson >= (0.99 if loop == "clipped_by_norm" else 0.95), str(check)
         assert check.sum_error <= 0.01, str(check)
     assert run.steps()["explained"].iloc[2:].between(0.98, 1.02).all()
 

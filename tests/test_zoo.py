@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from zoo import ZOO, Problem
 
 import inrun
 from inrun import reference
 from inrun.capture import Capture
 from inrun.nodes import directions, pull_back
+from zoo import ZOO, Problem
 
 
 def trainable(model):

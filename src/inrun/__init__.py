@@ -5,9 +5,12 @@ from importlib.metadata import PackageNotFoundError, version
 from inrun.check import Check
 from inrun.errors import BatchError, CaptureError, ValidationError
 from inrun.layout import Layout, register_layout
+from inrun.ledger import LedgerError
 from inrun.ops import register_op
 from inrun.rules import register_optimizer
 from inrun.run import Run, watch
+from inrun.store import SavedRun
+from inrun.store import open_run as open
 from inrun.validation import by_label
 
 try:
@@ -20,10 +23,13 @@ __all__ = [
     "CaptureError",
     "Check",
     "Layout",
+    "LedgerError",
     "Run",
+    "SavedRun",
     "ValidationError",
     "__version__",
     "by_label",
+    "open",
     "register_layout",
     "register_op",
     "register_optimizer",

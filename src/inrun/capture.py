@@ -67,7 +67,6 @@ class MicroBatch:
         kept.append(record)
         self.bytes += sum(t.numel() * t.element_size() for t in record.tensors())
 
-
     def energy(self) -> float:
         """Σ_i ‖g_i‖², up to a few per cent: see ``Record.energy``."""
         parts = [r.energy() for records in self.records.values() for r in records]
@@ -242,7 +241,9 @@ class Capture:
         elif in_place(func):
             saved[0] = saved[0].clone()
         pure = getattr(torch, name_of(func), None) if in_place(func) else func
-        call = Call(pure or func, spec, tuple(saved), nodes, layouts, Layout(0), self.live.B, self.form)
+        call = Call(
+            pure or func, spec, tuple(saved), nodes, layouts, Layout(0), self.live.B, self.form
+        )
 
         operand, weight = None, None
         if self.fast and rule is not None and rule.weight is not None:

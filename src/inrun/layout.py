@@ -36,7 +36,9 @@ class Layout:
 
 
 Find = Callable[[Any], "Layout | None"]
-Rule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], Tensor, Find], "Layout | None"]
+Rule = Callable[
+    [Callable[..., Any], tuple[Any, ...], dict[str, Any], Tensor, Find], "Layout | None"
+]
 
 
 def to_rows(x: Tensor, layout: Layout, B: int) -> Tensor:
@@ -280,7 +282,11 @@ def _index(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout
     if layout.dim == 0 and isinstance(index[0], slice) and index[0] == slice(None):
         return layout
     tensors = list(itertools.takewhile(lambda i: isinstance(i, Tensor), index))
-    if layout != Layout(0) or not tensors or any(isinstance(i, Tensor) for i in index[len(tensors) :]):
+    if (
+        layout != Layout(0)
+        or not tensors
+        or any(isinstance(i, Tensor) for i in index[len(tensors) :])
+    ):
         return None
     rows = tensors[0]  # x[arange(B), position]: one entry per example
     if rows.dtype != torch.long or rows.numel() != x.shape[0]:

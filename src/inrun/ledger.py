@@ -40,6 +40,7 @@ class StepRecord:
     weight: float = 1.0
     void: str | None = None
     audit: Audit | None = None
+    missed: float = 0.0  # part of the update that no example is credited with (Muon's first steps)
 
 
 class LedgerError(RuntimeError):
@@ -63,6 +64,42 @@ class Ledger(Protocol):
     def history(self, estimator: int) -> pd.DataFrame: ...
     def harm(self, estimator: int) -> pd.DataFrame: ...
     def steps(self, estimator: int) -> pd.DataFrame: ...
+
+
+class Tables:
+    """The tables of a run, live or read from disk. Estimators go by name; None is the first."""
+
+    _ledger: Ledger
+    _names: Sequence[str]
+
+    def _index(self, estimator: str | None) -> int:
+        return estimator_index(self._names, estimator)
+
+    def values(self, estimator: str | None = None) -> pd.DataFrame:
+        """One row per example: id, value (the mean over targets), one column per named target,
+        steps in which it was seen and scored. An example that was never scored has NaN."""
+        return self._ledger.values(self._index(estimator))
+
+    def history(self, estimator: str | None = None) -> pd.DataFrame:
+        """One row per scored step and example: step, id, value, one column per named target."""
+        return self._ledger.history(self._index(estimator))
+
+    def harm(self, estimator: str | None = None) -> pd.DataFrame:
+        """One row per example: id, harm: how often and how far it was among the harmful of its
+        batch, summed over steps and targets. Ranks suspects; see docs/method.md."""
+        return self._ledger.harm(self._index(estimator))
+
+    def steps(self, estimator: str | None = None) -> pd.DataFrame:
+        """One row per optimizer step: lr, sum of values, and where it was audited the loss, batch
+        share, momentum share, residual and explained ratio (means over targets)."""
+        return self._ledger.steps(self._index(estimator))
+
+
+def estimator_index(names: Sequence[str], name: str | None) -> int:
+    """Which of the recorded estimators is meant."""
+    if name is not None and name not in names:
+        raise LedgerError(f"estimator {name!r} was not recorded; this run has {', '.join(names)}")
+    return 0 if name is None else list(names).index(name)
 
 
 class MemoryLedger:
@@ -169,7 +206,7 @@ def history_table(
 
 STEP_COLUMNS = (
     "step", "lr", "examples", "sum", "loss", "batch_share", "momentum_share", "residual",
-    "explained", "void",
+    "explained", "missed", "void",
 )  # fmt: skip
 
 
@@ -178,6 +215,7 @@ def step_row(r: StepRecord, estimator: int) -> dict[str, Any]:
     total = np.nan if r.values is None else _total(r.values[estimator])
     row: dict[str, Any] = dict.fromkeys(STEP_COLUMNS, np.nan)
     row |= {"step": r.step, "lr": r.lr, "examples": len(r.ids), "sum": total, "void": r.void}
+    row["missed"] = r.missed
     if r.audit is not None:
         before, without, after = (
             float(np.mean(x)) for x in (r.audit.before, r.audit.without_batch, r.audit.with_batch)
@@ -243,6 +281,7 @@ def _record(d: dict[str, Any]) -> StepRecord:
         values=None if d["values"] is None else np.asarray(d["values"], dtype=np.float64),
         lr=d["lr"],
         weight=d["weight"],
+        missed=d["missed"],
         void=d["void"],
         audit=None
         if d["audit"] is None

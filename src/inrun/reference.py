@@ -148,7 +148,11 @@ def permutation_shapley(
             after = everything if len(S) == n else utility(S)
             marginals[k, i] = after - before
             before = after
-    error = marginals.std(axis=0, ddof=1) / math.sqrt(permutations) if permutations > 1 else np.full(n, np.nan)
+    error = (
+        marginals.std(axis=0, ddof=1) / math.sqrt(permutations)
+        if permutations > 1
+        else np.full(n, np.nan)
+    )
     return marginals.mean(axis=0), error
 
 
@@ -246,7 +250,10 @@ def values(
         for p, w in zip(params, own, strict=True):
             p.data = w
     if kind == "secant":
-        change = [(a - b) / torch.where(g == 0, 1.0, g) for a, b, g in zip(without, with_batch, G, strict=True)]
+        change = [
+            (a - b) / torch.where(g == 0, 1.0, g)
+            for a, b, g in zip(without, with_batch, G, strict=True)
+        ]
     elif kind == "tangent":
         size = [step * g.abs().clamp(min=1e-3 * float(g.abs().max())) for g in G]
         up = stepped(optimizer, [g + h for g, h in zip(G, size, strict=True)])
@@ -256,6 +263,8 @@ def values(
         change = [torch.full_like(g, eta) for g, eta in zip(G, lr, strict=True)]
     total = torch.zeros(len(rows[0]), dtype=rows[0].dtype)
     for c, v, g, r in zip(change, gradient, G, rows, strict=True):
-        moves = g.abs() > 1e-10 * r.abs().sum(0)  # zero but for rounding: the batch does not move it
+        moves = g.abs() > 1e-10 * r.abs().sum(
+            0
+        )  # zero but for rounding: the batch does not move it
         total += (c * v * r * moves).flatten(1).sum(1)
     return total

@@ -5,12 +5,11 @@ capture (forward, backward) → direction (optimizer, validation) → contractio
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -20,16 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from inrun import reference
+from inrun.bookkeeping import as_ids, free_memory, scored_parameters
 from inrun.capture import Capture, MicroBatch
-from inrun.check import EXACT_UP_TO, PERMUTATIONS, Check
-from inrun.clipping import Clipping, ClippingWatch
-from inrun.direction import POINTS, Estimator, Moved, weights_at
-from inrun.errors import BatchError, CaptureError, ValidationError
-from inrun.ledger import Audit, Ledger, MemoryLedger, StepRecord
-from inrun.nodes import directions, pull_back
+from inrun.check import PERMUTATIONS, Check
+from inrun.direction import Estimator
+from inrun.errors import BatchError, ValidationError
+from inrun.ledger import Ledger, LedgerError, MemoryLedger, StepRecord, Tables
 from inrun.ops import Form
 from inrun.rules import rule_for
+from inrun.scoring import Accumulated, Score, Scorer
 from inrun.validation import Loss, Validator
 
 _WATCHED: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
@@ -59,6 +57,7 @@ def watch(
     targets: Mapping[str, Iterable[Any]] | None = None,
     loss: Loss | None = None,
     out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
     estimator: str | Sequence[str] = "secant",
     point: str | None = None,
     training: Literal["bitwise", "fast"] = "bitwise",
@@ -84,7 +83,9 @@ def watch(
             It is cycled, ``per_step`` batches at each step, in its own order.
         targets: several of them by name, instead of ``validation``. See :func:`inrun.by_label`.
         loss: ``loss(model, batch) -> scalar``; by default ``model(**batch).loss``.
-        out: a folder for the ledger; None keeps it in memory.
+        out: a folder for the ledger; None keeps it in memory. A folder that holds an earlier run
+            is continued by ``load_state_dict`` and otherwise refused.
+        overwrite: start again in such a folder; what it holds is forgotten at the first step.
         estimator: "secant" (values add up), "tangent" (Theorem 4.2 of the paper), "sgd" (ignores
             the optimizer), or a list of them; a point of its own after a plus: "secant+gauss2".
         point: where the validation gradient is taken: "midpoint", "current" or "gauss2" (two
@@ -119,8 +120,6 @@ def watch(
     for name, number in (("per_step", per_step), ("every", every)):
         if number < 1:
             raise ValueError(f"{name}={number} must be at least 1")
-    if out is not None:
-        raise NotImplementedError("a ledger on disk is not there yet: leave out=None")
     names = (estimator,) if isinstance(estimator, str) else tuple(estimator)
     config = Config(
         names, point, training, audit_every, per_step, every, batch_dim, tuple(ignore), form, seed
@@ -129,11 +128,23 @@ def watch(
         assert validation is not None
         targets = {"validation": validation}
     validator = Validator(model, targets, loss, per_step, chunk, seed)
-    ledger = MemoryLedger(list(targets))
-    return Run(model, optimizer, config, validator, ledger, offload, memory_limit, max_norm, scaler)
+    rule_for(optimizer)  # refuse before anything is made on disk
+    ledger: Ledger = MemoryLedger(list(targets))
+    if out is not None:
+        from inrun.store import Store
+
+        ledger = Store.create(out, asdict(config), list(targets), list(names))
+    try:
+        return Run(
+            model, optimizer, config, validator, ledger, offload, memory_limit, max_norm, scaler,
+            overwrite,
+        )  # fmt: skip
+    except BaseException:
+        ledger.close()
+        raise
 
 
-class Run:
+class Run(Tables):
     """A watched training run. Made by :func:`watch`."""
 
     def __init__(
@@ -147,25 +158,29 @@ class Run:
         memory_limit: int | None,
         max_norm: float | None,
         scaler: Any,
+        overwrite: bool = False,
     ) -> None:
-        self.rule = rule_for(optimizer)
         self.model, self.optimizer, self.config = model, optimizer, config
         self.estimators = [Estimator.parse(e, config.point) for e in config.estimator]
+        self._names = config.estimator
         self.targets = [t.name for t in validator.targets]
-        self.params, self._left_out = _scored(model, optimizer, config.ignore)
+        self.params, self._left_out = scored_parameters(model, optimizer, config.ignore)
         self.step = 0  # optimizer steps so far
         self.unwatched = 0  # of these, steps without a batch
-        self._validator, self._ledger, self._scaler = validator, ledger, scaler
-        self._clipping = ClippingWatch(max_norm)
+        self._validator, self._ledger = validator, ledger
+        self._store: Any = None if isinstance(ledger, MemoryLedger) else ledger
+        self._overwrite, self._begun = overwrite, False
+        self._scorer = Scorer(
+            model, optimizer, self.params, self.estimators, validator, max_norm, scaler
+        )
         self._limit, self._held = memory_limit, 0
         self._capture = Capture(
             model, self.params, batch_dim=config.batch_dim, form=config.form,
             fast=config.training == "fast", offload=offload, check_memory=self._account,
         )  # fmt: skip
         self._pending: list[tuple[np.ndarray, MicroBatch | None]] = []
-        self._gradients: dict[str, tuple[Tensor, int, Tensor]] = {}  # .grad, its version, a copy
+        self._gradients: dict[str, Accumulated] = {}
         self._id_type: type | None = None
-        self._verified = False
         self._check: Check | None = None
         if model in _WATCHED or optimizer in _WATCHED:
             raise RuntimeError(
@@ -188,7 +203,7 @@ class Run:
             raise BatchError("this run is closed: watch the model again")
         if self._capture.live is not None:
             raise BatchError("run.batch inside run.batch: one batch at a time")
-        array = self._ids(ids)
+        array, self._id_type = as_ids(ids, self._id_type)
         self._drop_skipped()
         if not self._chosen():
             yield
@@ -203,9 +218,7 @@ class Run:
             raise
         self._pending.append((array, micro))
         self._gradients = {
-            k: (p.grad, p.grad._version, p.grad.detach().clone())
-            for k, p in self.params.items()
-            if p.grad is not None
+            k: Accumulated.of(p) for k, p in self.params.items() if p.grad is not None
         }
 
     def check(self, permutations: int = PERMUTATIONS) -> Check:
@@ -235,25 +248,6 @@ class Run:
         self.close()
 
     # Tables
-
-    def values(self, estimator: str | None = None) -> pd.DataFrame:
-        """One row per example: id, value (the mean over targets), one column per named target,
-        steps in which it was seen and scored. An example that was never scored has NaN."""
-        return self._ledger.values(self._index(estimator))
-
-    def history(self, estimator: str | None = None) -> pd.DataFrame:
-        """One row per step and example: step, id, value and one column per named target."""
-        return self._ledger.history(self._index(estimator))
-
-    def harm(self, estimator: str | None = None) -> pd.DataFrame:
-        """One row per example: id, harm: how often and how far it was among the harmful of its
-        batch, summed over steps and targets. Ranks suspects; see docs/method.md."""
-        return self._ledger.harm(self._index(estimator))
-
-    def steps(self, estimator: str | None = None) -> pd.DataFrame:
-        """One row per optimizer step: lr, sum of values, and where it was audited the loss, batch
-        share, momentum share, residual and explained ratio (means over targets)."""
-        return self._ledger.steps(self._index(estimator))
 
     def coverage(self) -> pd.DataFrame:
         """One row per parameter: is it scored, through which operations, in which form."""
@@ -285,6 +279,7 @@ class Run:
         self._validator.load_state_dict(state["validation"])
         self._ledger.load_state_dict(state["ledger"])
         self._ledger.truncate(self.step)
+        self._begun = True
 
     # One step
 
@@ -323,246 +318,75 @@ class Run:
         ids = np.concatenate([i for i, _ in self._pending])
         micros = [m for _, m in self._pending if m is not None]
         lr = float(self.optimizer.param_groups[0]["lr"])
-        weight = float(self.config.every)
-        if len(micros) < len(self._pending):
-            self._ledger.append(StepRecord(self.step, ids, None, lr, weight))
-            return
-        values, audit, void = self._score(micros, ids)
-        self._ledger.append(StepRecord(self.step, ids, values, lr, weight, void, audit))
-
-    def _score(
-        self, micros: list[MicroBatch], ids: np.ndarray
-    ) -> tuple[np.ndarray | None, Audit | None, str | None]:
-        names = [k for k, p in self.params.items() if p.grad is not None]
-        self._refuse_unseen(names, micros)
-        moved = self._moved()
-        scored = {id(m.p): m for m in moved}
-        mine = [scored[id(self.params[k])] for k in names]
-        params = [m.p for m in mine]
-        G = [self._accumulated(k) for k in names]
-        if not all(bool(torch.isfinite(m.g).all()) for m in mine):
-            return None, None, "the training gradient is not finite"
-        clipping = fixed = self._recognise(names, G, [m.g for m in mine])
-        if clipping.norm is not None:
-            clipping = clipping.spread(G, sum(m.energy() for m in micros))
-
-        self._validator.autocast = micros[-1].autocast
-        self._validator.draw()
-        E, Q = len(self.estimators), len(self.targets)
-        values = np.zeros((E, Q, len(ids)))
-        maps = [[m.map(e.kind) for m in mine] for e in self.estimators]
-        zero = [_cancelling(k, g, micros) for k, g in zip(names, G, strict=True)]
-        for q in range(Q):
-            gradients: dict[float | None, list[Tensor]] = {}
-            for e, estimator in enumerate(self.estimators):
-                for x in POINTS[estimator.point]:
-                    if x not in gradients:
-                        with weights_at(moved, x):
-                            loss, gradients[x] = self._validator.gradient(q, params)
-                        if not bool(torch.isfinite(loss)):
-                            return None, None, f"the validation loss of '{self.targets[q]}' is {float(loss)}"
-                at = [gradients[x] for x in POINTS[estimator.point]]
-                v = [torch.stack(vs).mean(0) if len(vs) > 1 else vs[0] for vs in zip(*at, strict=True)]
-                u = [f(x.to(m.g.dtype)) for f, x, m in zip(maps[e], v, mine, strict=True)]
-                u = [x if dead is None else x.masked_fill(dead, 0.0) for x, dead in zip(u, zero, strict=True)]
-                u = (clipping if estimator.kind == "secant" else fixed).carry(u, G)
-                values[e, q] = self._contract(dict(zip(names, u, strict=True)), micros)
-                if not np.isfinite(values[e, q]).all():
-                    return None, None, f"values for '{self.targets[q]}' are not finite"
-                void = self._verify(names, u, G, values[e, q], micros)
-                if void:
-                    return None, None, void
-        if self._check is not None:
-            self._compare(ids, names, micros, values[0].mean(axis=0), clipping)
-        audit = None
-        if self.config.audit_every and self.step % self.config.audit_every == 0:
-            audit = self._audit(moved)
-        return values, audit, None
-
-    def _moved(self) -> list[Moved]:
-        """All parameters that this step will move."""
-        scale = getattr(self.optimizer, "grad_scale", None)
-        return [
-            Moved.of(p, p.grad if scale is None else p.grad / scale, self.rule,
-                     self.optimizer.state.get(p, {}), group)
-            for group in self.optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]  # fmt: skip
-
-    def _accumulated(self, name: str) -> Tensor:
-        """G: what the batch accumulated, before clipping and unscaling."""
-        grad = self.params[name].grad
-        kept, version, copy = self._gradients.get(name, (None, -1, grad))
-        return grad if kept is grad and grad._version == version else copy
-
-    def _recognise(self, names: list[str], G: list[Tensor], g: list[Tensor]) -> Clipping:
-        same = all(a is self.params[k].grad for k, a in zip(names, G, strict=True))
-        fused = getattr(self.optimizer, "grad_scale", None)
-        if same and fused is None:
-            return Clipping(1.0)
-        scale = None
-        if fused is not None:
-            scale = 1.0 / float(fused)
-        elif self._scaler is not None:
-            scale = 1.0 / self._scaler.get_scale()
-        return self._clipping.recognise(G, g, scale)
-
-    def _contract(self, u: Mapping[str, Tensor], micros: list[MicroBatch]) -> np.ndarray:
-        """⟨u, g_i⟩ for every example of the step."""
-        parts = []
-        for micro in micros:
-            total = torch.zeros(micro.B, dtype=torch.float64)
-            for node, records in micro.records.items():
-                direction = directions(node, u)
-                if direction is None:
-                    continue
-                for record in records:
-                    if self._capture.offload:
-                        record = record.map(lambda t, d=direction: t.to(d.device))
-                    total = total.to(direction.device) + record.dot(direction).double()
-            parts.append(total.cpu())
-        return torch.cat(parts).numpy()
-
-    def _audit(self, moved: list[Moved]) -> Audit:
-        measured = []
-        for x in (None, 0.0, 1.0):
-            with weights_at(moved, x):
-                measured.append(np.array(self._validator.losses()))
-        return Audit(*measured)
-
-    # Do the captured gradients add up to .grad?
-
-    def _refuse_unseen(self, names: list[str], micros: list[MicroBatch]) -> None:
-        seen = {r for m in micros for node in m.records for r in node.roots}
-        unseen = [k for k in names if k not in seen]
-        if unseen and not self._verified:
-            raise CaptureError(
-                f"parameter {', '.join(unseen[:5])} received a gradient, but no operation of it was "
-                "seen inside run.batch(ids): it is used in a custom autograd function, or outside "
-                f"the with block. Leave it out with watch(..., ignore={unseen[:5]!r})."
+        score = Score()
+        if len(micros) == len(self._pending):
+            check, self._check = self._check, None
+            every = self.config.audit_every
+            audit = every > 0 and self.step % every == 0
+            score = self._scorer.score(self.step, micros, self._gradients, ids, audit, check)
+        self._begin()
+        self._ledger.append(
+            StepRecord(
+                self.step, ids, score.values, lr, float(self.config.every), score.void,
+                score.audit, score.missed,
             )
+        )  # fmt: skip
 
-    def _verify(
-        self, names: list[str], u: list[Tensor], G: list[Tensor], values: np.ndarray,
-        micros: list[MicroBatch],
-    ) -> str | None:  # fmt: skip
-        expected = sum(float((a.double() * b.double()).sum()) for a, b in zip(u, G, strict=True))
-        size = float(np.abs(values).sum()) + abs(expected)
-        half = {m.autocast[2] for m in micros if m.autocast and m.autocast[1]}
-        half |= {g.dtype for g in G} & {torch.float16, torch.bfloat16}
-        tolerance = 0.05 if half else 1e-3 if G and G[0].dtype == torch.float32 else 1e-7
-        if abs(float(values.sum()) - expected) <= tolerance * size:
-            self._verified = True
-            return None
-        message = (
-            f"step {self.step}: the captured per-example gradients do not add up to .grad "
-            f"(⟨u, Σg_i⟩ = {values.sum():.6g}, ⟨u, G⟩ = {expected:.6g}). Part of the gradient comes "
-            "from outside run.batch(ids), or from an operation that was not seen"
-        )
-        if self._verified:
-            warnings.warn(message + "; the step is recorded as void.", stacklevel=8)
-            return "captured gradients do not add up to .grad"
-        off = [k for k, e in self._gradient_errors(names, micros).items() if e > tolerance]
-        raise CaptureError(message + f". Parameters concerned: {', '.join(off[:5]) or 'unknown'}.")
+    def _begin(self) -> None:
+        """Before the first record: an existing folder is continued, overwritten or refused."""
+        if self._begun:
+            return
+        self._begun = True
+        if self._store is None:
+            return
+        last = self._store.last_step
+        if last >= self.step and not self._overwrite:
+            self._begun = False
+            raise LedgerError(
+                f"{self._store.path} holds steps up to {last} already. To go on, call "
+                "run.load_state_dict(...) with the checkpoint's state; to start again, pass "
+                "watch(..., overwrite=True) or another folder"
+            )
+        self._store.truncate(self.step)
+        self._store.update_info(**self._about())
 
-    def _rows(self, micros: list[MicroBatch]) -> dict[str, Tensor]:
-        """Per-example gradients of the whole step by parameter: [B, *W]."""
-        parts: list[dict[str, Tensor]] = []
-        for micro in micros:
-            rows: dict[str, Tensor] = {}
-            for node, records in micro.records.items():
-                for record in records:
-                    for k, g in pull_back(node, record.rows()).items():
-                        g = g.to(self.params[k].device, self.params[k].dtype)
-                        rows[k] = rows[k] + g if k in rows else g
-            parts.append(rows)
-        shape = {k: self.params[k].shape for rows in parts for k in rows}
+    def _about(self) -> dict[str, Any]:
+        """What run.json says of the run."""
+        coverage = self.coverage()
+        scored = coverage.loc[coverage["status"] == "scored", "size"].sum()
+        trained = coverage.loc[coverage["status"] != "frozen", "size"].sum()
+        groups = [
+            {k: _plain(v) for k, v in g.items() if k != "params"}
+            for g in self.optimizer.param_groups
+        ]
         return {
-            k: torch.cat([r.get(k, self.params[k].new_zeros((m.B, *s))) for r, m in zip(parts, micros, strict=True)])
-            for k, s in shape.items()
+            "model": {
+                "class": type(self.model).__name__,
+                "parameters": int(coverage["size"].sum()),
+            },
+            "optimizer": {"class": type(self.optimizer).__name__, "groups": groups},
+            "coverage": {
+                "share": float(scored / trained) if trained else 0.0,
+                "parameters": coverage.astype({"shape": str}).to_dict("records"),
+            },
         }
 
-    def _gradient_errors(self, names: list[str], micros: list[MicroBatch]) -> dict[str, float]:
-        rows = self._rows(micros)
-        errors = {}
-        for k in names:
-            G = self._accumulated(k)
-            got = rows[k].sum(0) if k in rows else torch.zeros_like(G)
-            scale = float(rows[k].abs().sum(0).norm()) if k in rows else float(G.norm())
-            errors[k] = float((got - G).norm()) / (scale + 1e-30)
-        return errors
-
-    def _compare(
-        self, ids: np.ndarray, names: list[str], micros: list[MicroBatch], estimate: np.ndarray,
-        clipping: Clipping,
-    ) -> None:  # fmt: skip
-        """The armed check: exact Shapley values by the real optimizer on copies."""
-        assert self._check is not None
-        check, self._check = self._check, None
-        check.step, check.estimator = self.step, self.estimators[0].name
-        check.gradient_error = max(self._gradient_errors(names, micros).values())
-        rows = self._rows(micros)
-        name_of = {id(p): k for k, p in self.params.items()}
-        gradients: list[Tensor | None] = []
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                own = rows.get(name_of.get(id(p), ""))
-                if own is None and p.grad is not None:  # not scored: moves the same for everybody
-                    own = p.grad.expand(len(ids), *p.shape) / len(ids)
-                gradients.append(own)
-        utility = reference.coalition_utility(
-            self.model, self.optimizer, gradients,
-            lambda: float(np.mean(self._validator.losses())), clipping.function(),
-        )  # fmt: skip
-        n = len(ids)
-        share = utility(frozenset()) - utility(frozenset(range(n)))
-        if n <= EXACT_UP_TO:
-            check.coalitions = 2**n
-            check.fill(ids, estimate, -reference.exact_shapley(n, utility), None, share)
-        else:
-            phi, error = reference.permutation_shapley(n, utility, check.permutations)
-            check.coalitions = check.permutations * n
-            check.fill(ids, estimate, -phi, error, share)
-        print(check)
-
     # Bookkeeping
-
-    def _index(self, estimator: str | None) -> int:
-        names = [e.name for e in self.estimators]
-        if estimator is None:
-            return 0
-        if estimator not in names:
-            raise ValueError(f"estimator {estimator!r} was not recorded; recorded: {names}")
-        return names.index(estimator)
-
-    def _ids(self, ids: Any) -> np.ndarray:
-        plain = ids.tolist() if isinstance(ids, (Tensor, np.ndarray)) else list(ids)
-        kinds = {str if isinstance(x, str) else int if isinstance(x, (int, np.integer)) and not isinstance(x, bool) else type(x) for x in plain}
-        if not plain:
-            raise BatchError("run.batch got no ids: pass one per example")
-        if not kinds <= {int, str} or len(kinds | {self._id_type} - {None}) > 1:
-            found = ", ".join(sorted(k.__name__ for k in kinds | {self._id_type} - {None} if k))
-            raise BatchError(
-                f"ids must be all integers or all strings, the same in the whole run, but here are "
-                f"{found}"
-            )
-        self._id_type = kinds.pop()
-        return np.asarray(plain, dtype=np.int64 if self._id_type is int else object)
 
     def _chosen(self) -> bool:
         """Is this step scored? A coin of its own, the same for all batches of a step."""
         if self.config.every == 1:
             return True
-        return bool(np.random.default_rng((self.config.seed, self.step)).integers(self.config.every) == 0)
+        return bool(
+            np.random.default_rng((self.config.seed, self.step)).integers(self.config.every) == 0
+        )
 
     def _drop_skipped(self) -> None:
         """Captures of a step that never came (GradScaler skipped it): gradients are gone."""
         if not self._pending:
             return
         grads = [p.grad for p in self.params.values() if p.grad is not None]
-        kept = self._gradients.values()
-        untouched = bool(grads) and all(g._version == version for g, version, _ in kept)
+        untouched = bool(grads) and all(g.untouched for g in self._gradients.values())
         if not untouched and not any(bool(g.any()) for g in grads):
             self._forget()
 
@@ -571,7 +395,9 @@ class Run:
 
     def _account(self, new: int) -> None:
         if self._limit is None:
-            self._limit = _free_memory(next(iter(self.params.values())).device, self._capture.offload)
+            self._limit = free_memory(
+                next(iter(self.params.values())).device, self._capture.offload
+            )
         self._held += new
         if self._held > self._limit:
             raise MemoryError(
@@ -582,58 +408,8 @@ class Run:
             )
 
 
-def _cancelling(name: str, G: Tensor, micros: list[MicroBatch]) -> Tensor | None:
-    """Coordinates of a vector whose gradient is zero but for rounding, though single examples' are
-    not: a bias before BatchNorm. The batch does not move them, yet an adaptive optimizer's slope
-    at zero is of the order lr/eps there and would credit examples with nonsense."""
-    if G.ndim > 1:
-        return None
-    size: Tensor | None = None
-    for micro in micros:
-        for node, records in micro.records.items():
-            if node.name == name:
-                for record in records:
-                    part = record.rows().abs().sum(0).to(G.device)
-                    size = part if size is None else size + part
-    if size is None:
-        return None
-    return G.abs() <= 0.3 * math.sqrt(torch.finfo(size.dtype).eps) * size
-
-
-def _free_memory(device: torch.device, offload: bool) -> int:
-    """Bytes that can still be allocated where captures are kept."""
-    if device.type == "cuda" and not offload:
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return 2**62
-
-
-def _scored(
-    model: nn.Module, optimizer: Optimizer, ignore: Sequence[str]
-) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, str]]]:
-    """The parameters to score by name, and the others with the reason they are left alone."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    named = {k.removeprefix("_orig_mod."): p for k, p in model.named_parameters()}
-    unknown = [k for k in ignore if k not in named]
-    if unknown:
-        raise ValueError(f"ignore names parameters the model does not have: {unknown}")
-    scored: dict[str, Tensor] = {}
-    others: dict[str, tuple[Tensor, str]] = {}
-    for name, p in named.items():
-        if not p.requires_grad:
-            others[name] = (p, "frozen")
-        elif id(p) not in held:
-            others[name] = (p, "not in the optimizer")
-        elif name in ignore:
-            others[name] = (p, "ignored")
-        else:
-            scored[name] = p
-    if not scored:
-        raise ValueError(
-            "no parameter of the model is both trainable and in the optimizer, so there is nothing "
-            "to watch (was the optimizer made from another model, or before freezing?)"
-        )
-    return scored, others
+def _plain(x: Any) -> Any:
+    """A parameter group's option as JSON has it."""
+    if isinstance(x, Tensor):
+        return x.tolist()
+    return x if isinstance(x, (bool, int, float, str, type(None))) else str(x)

@@ -139,7 +139,12 @@ class Validator:
     ) -> None:
         if not targets:
             raise ValidationError("there is no validation data: pass validation= or targets=")
-        self.model, self.loss, self.per_step, self.chunk = model, loss or model_loss, per_step, chunk
+        self.model, self.loss, self.per_step, self.chunk = (
+            model,
+            loss or model_loss,
+            per_step,
+            chunk,
+        )
         self.targets = [Batches(n, s, seed + i) for i, (n, s) in enumerate(targets.items())]
         self.autocast: tuple[str, bool, torch.dtype] | None = None
         self._batches: list[list[Any]] = []
@@ -183,7 +188,9 @@ class Validator:
                 for weight, batch in self._parts(q):
                     loss, new = self._differentiate(q, batch, weight * scale, params)
                     total = total + loss.double().cpu() * weight
-                    grads = new if grads is None else [a + b for a, b in zip(grads, new, strict=True)]
+                    grads = (
+                        new if grads is None else [a + b for a, b in zip(grads, new, strict=True)]
+                    )
             assert grads is not None
             if scale == 1.0:
                 return total, grads
@@ -229,7 +236,11 @@ class Validator:
     def _loss(self, q: int, batch: Any) -> Tensor:
         loss = self.loss(self.model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss))
+            what = (
+                f"a tensor of shape {tuple(loss.shape)}"
+                if isinstance(loss, Tensor)
+                else repr(type(loss))
+            )
             raise ValidationError(
                 f"target '{self.targets[q].name}': the validation loss must be a scalar, but it is "
                 f"{what}; reduce it, for example with .mean()"

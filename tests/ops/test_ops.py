@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from test_zoo import captured, close, gradients_of, reference_rows
 from torch import nn
-from zoo import Problem
 
 from inrun.nodes import directions
+from test_zoo import captured, close, gradients_of, reference_rows
+from zoo import Problem
 
 
 class Op(nn.Module):

@@ -5,6 +5,18 @@ from inrun.ops.call import Call, Form, OpRule, op_rule, register_op, replay
 from inrun.ops.records import Dense, Record
 
 __all__ = [
-    "Call", "Dense", "attention", "Form", "OpRule", "Record", "conv", "elementwise", "embedding", "linear",
-    "norm", "op_rule", "register_op", "replay",
+    "Call",
+    "Dense",
+    "Form",
+    "OpRule",
+    "Record",
+    "attention",
+    "conv",
+    "elementwise",
+    "embedding",
+    "linear",
+    "norm",
+    "op_rule",
+    "register_op",
+    "replay",
 ]  # fmt: skip

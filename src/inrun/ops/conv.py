@@ -54,7 +54,10 @@ def _weight_gradients(call: Call, delta: Tensor) -> Tensor:
     stride, dilation = (_tuple(call.value(*a), n) for a in _ARGS)
     padding = call.value(4, "padding", 0)
     if isinstance(padding, str):
-        total = [0 if padding == "valid" else s * (k - 1) for s, k in zip(dilation, W.shape[2:], strict=True)]
+        total = [
+            0 if padding == "valid" else s * (k - 1)
+            for s, k in zip(dilation, W.shape[2:], strict=True)
+        ]
         if any(t % 2 for t in total):  # 'same' with an even kernel pads one more at the end
             x = torch.nn.functional.pad(x, [p for t in reversed(total) for p in (0, t % 2)])
         padding = [t // 2 for t in total]

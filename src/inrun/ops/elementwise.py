@@ -49,4 +49,3 @@ def cat(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
             own = delta.narrow(dim, start, size).movedim(call.layout.dim, 0)
             yield call.nodes[leaf], Aligned(own.contiguous(), call.layout.dim)
         start += size
-

@@ -61,7 +61,9 @@ def group_norm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     )  # fmt: skip
 
 
-def _running(call: Call, mean: Arg, var: Arg, training: bool) -> tuple[Tensor | None, Tensor | None]:
+def _running(
+    call: Call, mean: Arg, var: Arg, training: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """Running statistics where they are used; none where the batch's own are, so none change."""
     return (None, None) if training else (call.value(*mean), call.value(*var))
 
@@ -79,7 +81,11 @@ def torch_batch_norm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
 
 
 def _batch_norm(call: Call, delta: Tensor, mean: Arg, var: Arg, w: Arg, b: Arg) -> Any:
-    x, training, eps = call.value(0, "input"), call.value(5, "training", False), call.value(7, "eps", 1e-5)
+    x, training, eps = (
+        call.value(0, "input"),
+        call.value(5, "training", False),
+        call.value(7, "eps", 1e-5),
+    )
     m, v = _running(call, mean, var, training)
     yield from _affine(
         call, delta, lambda: F.batch_norm(x, m, v, None, None, training or m is None, 0.0, eps),
@@ -90,7 +96,11 @@ def _batch_norm(call: Call, delta: Tensor, mean: Arg, var: Arg, w: Arg, b: Arg) 
 @register_op(F.instance_norm)
 def instance_norm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """``F.instance_norm(x, mean, var, weight, bias, use_input_stats, momentum, eps)``."""
-    x, own, eps = call.value(0, "input"), call.value(5, "use_input_stats", True), call.value(7, "eps", 1e-5)
+    x, own, eps = (
+        call.value(0, "input"),
+        call.value(5, "use_input_stats", True),
+        call.value(7, "eps", 1e-5),
+    )
     m, v = _running(call, (1, "running_mean"), (2, "running_var"), own)
     yield from _affine(
         call, delta, lambda: F.instance_norm(x, m, v, None, None, own, 0.0, eps),

@@ -54,6 +54,9 @@ class Record:
         }
         return replace(self, **changed)
 
+    def to(self: R, device: torch.device) -> R:
+        return self.map(lambda t: t.to(device)) if self.tensors()[0].device != device else self
+
     def tensors(self) -> list[Tensor]:
         return [v for x in fields(self) if isinstance(v := getattr(self, x.name), Tensor)]
 

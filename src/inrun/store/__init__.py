@@ -8,49 +8,34 @@ from typing import Any
 
 import pandas as pd
 
-from inrun.ledger import LedgerError, audit_summary
+from inrun.ledger import Tables, audit_summary
 from inrun.store.writer import Store
 
 __all__ = ["SavedRun", "Store", "open_run"]
 
 
-class SavedRun:
+class SavedRun(Tables):
     """A finished or still running run, read from its ledger: the tables of the live ``Run``.
 
     Estimators go by name; None is the first that the run recorded.
     """
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self._store = self._ledger = store
         self.path = store.path
         self.info: dict[str, Any] = store.info
         self.targets: list[str] = store.targets
         self.estimators: list[str] = store.estimators
+        self._names = store.estimators
 
     def __repr__(self) -> str:
         return f"<inrun run {str(self.path)!r}: {', '.join(self.estimators)}>"
-
-    def values(self, estimator: str | None = None) -> pd.DataFrame:
-        """One row per example: id, value, one column per named target, steps seen and scored."""
-        return self._store.values(self._index(estimator))
-
-    def history(self, estimator: str | None = None) -> pd.DataFrame:
-        """One row per scored step and example: step, id, value, one column per named target."""
-        return self._store.history(self._index(estimator))
 
     def history_batches(
         self, estimator: str | None = None, rows: int = 1_000_000
     ) -> Iterator[pd.DataFrame]:
         """``history`` in pieces, for a ledger larger than memory."""
         return self._store.history_batches(self._index(estimator), rows)
-
-    def harm(self, estimator: str | None = None) -> pd.DataFrame:
-        """One row per example: id, harm; the suspects are those with the most."""
-        return self._store.harm(self._index(estimator))
-
-    def steps(self, estimator: str | None = None) -> pd.DataFrame:
-        """One row per step: what the values add up to and what was measured."""
-        return self._store.steps(self._index(estimator))
 
     def top(
         self,
@@ -71,14 +56,6 @@ class SavedRun:
         """One row per parameter: is it scored, and how (empty if the run did not note it)."""
         coverage = self.info.get("coverage") or {}
         return pd.DataFrame(coverage.get("parameters", []))
-
-    def _index(self, estimator: str | None) -> int:
-        if estimator is None:
-            return 0
-        if estimator not in self.estimators:
-            known = ", ".join(self.estimators)
-            raise LedgerError(f"no estimator {estimator!r} in {self.path}; it has {known}")
-        return self.estimators.index(estimator)
 
 
 def open_run(path: str | os.PathLike[str]) -> SavedRun:

@@ -159,6 +159,7 @@ class ParquetTables:
             "momentum_share": before - without,
             "residual": share - total,
             "explained": total / np.where(share == 0, np.nan, share),
+            "missed": raw["missed"].to_numpy(),
             "void": np.array(raw["void"].to_pylist(), dtype=object),
         }
         return pd.DataFrame(columns)[list(STEP_COLUMNS)]

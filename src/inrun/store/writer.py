@@ -295,6 +295,7 @@ class Store(ParquetTables):
             "examples": pa.array([len(r.ids) for r in records], pa.int64()),
             "weight": pa.array([float(r.weight) for r in records], pa.float64()),
             "scored": pa.array([r.values is not None for r in records], pa.bool_()),
+            "missed": pa.array([float(r.missed) for r in records], pa.float64()),
             "void": pa.array([r.void for r in records], pa.string()),
         }
         for e, name in enumerate(file_columns(["sum"], self.estimators)):

@@ -1,0 +1,41 @@
+# make demo    what a newcomer runs first        make test    lint, types and tests
+# make test-gpu, make test-crash                 suites that need a GPU or more time
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
+
+.PHONY: demo test test-gpu test-crash browser clean
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || python3 -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/inrun demo
+
+test: $(STAMP) browser
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -n 2
+
+# The zoo and the estimators on a CUDA GPU, with the Python that has one.
+test-gpu:
+	PYTHONPATH=src python3 benchmarks/gpu_suite.py
+
+test-crash: $(STAMP)
+	INRUN_KILLS=50 $(BIN)/python -m pytest tests/test_store.py tests/test_kill.py -k killed -s
+
+# Report tests open a real browser; without one they are skipped and say so.
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	    apt-get update -qq >/dev/null && apt-get install -y -qq chromium chromium-driver >/dev/null; } || \
+	  echo "chromium and chromium-driver are not installed: browser tests will be skipped"
+
+clean:
+	rm -rf $(VENV) build dist runs .pytest_cache .ruff_cache .mypy_cache

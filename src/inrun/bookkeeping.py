@@ -1,0 +1,75 @@
+"""Small questions a run asks: which ids, which parameters, how much memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from inrun.errors import BatchError
+
+
+def as_ids(ids: Any, kind: type | None) -> tuple[np.ndarray, type]:
+    """Ids as an array and their type, which must be the same in the whole run (``kind``)."""
+    plain = ids.tolist() if isinstance(ids, (Tensor, np.ndarray)) else list(ids)
+    if not plain:
+        raise BatchError("run.batch got no ids: pass one per example")
+    kinds = {_kind(x) for x in plain} | ({kind} if kind else set())
+    if not kinds <= {int, str} or len(kinds) > 1:
+        found = ", ".join(sorted(k.__name__ for k in kinds))
+        raise BatchError(
+            "ids must be all integers or all strings, the same in the whole run, but here are "
+            f"{found}"
+        )
+    kind = kinds.pop()
+    return np.asarray(plain, dtype=np.int64 if kind is int else object), kind
+
+
+def _kind(x: Any) -> type:
+    if isinstance(x, str):
+        return str
+    return int if isinstance(x, (int, np.integer)) and not isinstance(x, bool) else type(x)
+
+
+def free_memory(device: torch.device, offload: bool) -> int:
+    """Bytes that can still be allocated where captures are kept."""
+    if device.type == "cuda" and not offload:
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return 2**62
+
+
+def scored_parameters(
+    model: nn.Module, optimizer: Optimizer, ignore: Sequence[str]
+) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, str]]]:
+    """The parameters to score by name, and the others with the reason they are left alone."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = {k.removeprefix("_orig_mod."): p for k, p in model.named_parameters()}
+    unknown = [k for k in ignore if k not in named]
+    if unknown:
+        raise ValueError(f"ignore names parameters the model does not have: {unknown}")
+    scored: dict[str, Tensor] = {}
+    others: dict[str, tuple[Tensor, str]] = {}
+    for name, p in named.items():
+        if not p.requires_grad:
+            others[name] = (p, "frozen")
+        elif id(p) not in held:
+            others[name] = (p, "not in the optimizer")
+        elif name in ignore:
+            others[name] = (p, "ignored")
+        else:
+            scored[name] = p
+    if not scored:
+        raise ValueError(
+            "no parameter of the model is both trainable and in the optimizer, so there is nothing "
+            "to watch (was the optimizer made from another model, or before freezing?)"
+        )
+    return scored, others
