@@ -145,7 +145,7 @@ def test_an_operation_without_a_rule_names_parameter_and_ways_out():
 
 
 def test_a_penalty_on_weights_is_refused():
-    model, optimizer, run = setup()
+    model, _, run = setup()
     with (
         pytest.raises(inrun.CaptureError, match="'add'"),
         run.batch(range(8)),
@@ -157,7 +157,7 @@ def test_a_penalty_on_weights_is_refused():
 def test_gradients_from_outside_the_batch_are_noticed():
     model, optimizer, run = setup()
     (0.1 * sum(p.square().sum() for p in model.parameters())).backward()
-    with pytest.raises(inrun.CaptureError, match="do not add up to .grad"):
+    with pytest.raises(inrun.CaptureError, match=r"do not add up to \.grad"):
         step(model, optimizer, run)
     # later in a run the step is void and training goes on
     model, optimizer, run = setup()
@@ -197,7 +197,7 @@ def test_a_custom_autograd_function_is_noticed():
 
 
 def test_gradient_penalties_are_refused():
-    model, optimizer, run = setup()
+    model, _, run = setup()
     with pytest.raises(inrun.CaptureError, match="create_graph"), run.batch(range(8)):
         x = X[:8].clone().requires_grad_()
         (g,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
@@ -226,7 +226,7 @@ def test_two_watches_on_one_model():
 
 
 def test_batch_after_close():
-    model, optimizer, run = setup()
+    _, _, run = setup()
     run.close()
     with pytest.raises(inrun.BatchError, match="closed"), run.batch(range(8)):
         pass
@@ -253,7 +253,10 @@ def test_the_default_loss_explains_itself():
         step(model, optimizer, run)
 
 
-@pytest.mark.parametrize("validation", [[], iter([1]), torch.randn(3, 4)], ids=["empty", "iterator", "tensor"])  # fmt: skip
+UNUSABLE = {"empty": [], "iterator": iter([1]), "tensor": torch.randn(3, 4)}
+
+
+@pytest.mark.parametrize("validation", UNUSABLE.values(), ids=UNUSABLE)
 def test_unusable_validation(validation):
     with pytest.raises(inrun.ValidationError):
         setup(validation=validation)
@@ -261,7 +264,7 @@ def test_unusable_validation(validation):
 
 def test_neither_or_both_of_validation_and_targets():
     for options in ({"validation": None}, {"targets": {"a": [(X, Y)]}}):
-        with pytest.raises(inrun.ValidationError, match="either validation= .* or targets="):
+        with pytest.raises(inrun.ValidationError, match=r"either validation= .* or targets="):
             setup(**options)
 
 

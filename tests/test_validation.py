@@ -113,7 +113,6 @@ def test_estimators_side_by_side_are_those_of_separate_runs():
 
 
 def test_chunks_and_per_step_average_the_loss():
-    whole, step, (X, Y) = problem(validation=[(torch.ones(1, 4), torch.zeros(1, dtype=int))])
     X, Y = torch.randn(20, 4), torch.randint(0, 3, (20,))
     tables = []
     for options in (

@@ -1,6 +1,10 @@
 """What each training example did to your model, measured during the run you were doing anyway."""
 
+from __future__ import annotations
+
+import os
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 from inrun.check import Check
 from inrun.errors import BatchError, CaptureError, ValidationError
@@ -9,14 +13,23 @@ from inrun.ledger import LedgerError
 from inrun.ops import register_op
 from inrun.rules import register_optimizer
 from inrun.run import Run, watch
-from inrun.store import SavedRun
-from inrun.store import open_run as open
 from inrun.validation import by_label
+
+if TYPE_CHECKING:
+    from inrun.store import SavedRun
 
 try:
     __version__ = version("inrun")
 except PackageNotFoundError:  # used from a source tree that is not installed
     __version__ = "0+unknown"
+
+
+def open(path: str | os.PathLike[str]) -> SavedRun:
+    """Open the ledger folder of a run, also while the run goes on: the tables of the live run."""
+    from inrun.store import open_run
+
+    return open_run(path)
+
 
 __all__ = [
     "BatchError",
@@ -25,7 +38,6 @@ __all__ = [
     "Layout",
     "LedgerError",
     "Run",
-    "SavedRun",
     "ValidationError",
     "__version__",
     "by_label",

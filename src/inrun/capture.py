@@ -19,10 +19,9 @@ per-example gradients of a weight are formed anyway, its gradient is their sum
 from __future__ import annotations
 
 import threading
-import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +33,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from inrun.errors import BatchError, CaptureError
 from inrun.layout import Layout, follow, in_place, name_of, tensors_in
 from inrun.nodes import Node
-from inrun.ops import Call, Dense, Form, Record, op_rule, replay
+from inrun.ops import Call, Dense, Form, op_rule, replay
+from inrun.tap import (
+    MicroBatch,
+    Tap,
+    Tapped,
+    composite,
+    own,
+    own_tensors,
+    saved_tensors_hooks,
+    shape_of,
+    storage_key,
+)
 
 
 class _Kind:
@@ -44,33 +54,6 @@ class _Kind:
 
 CONSTANT, UNKNOWN, OUTSIDE = _Kind("constant"), _Kind("unknown"), _Kind("outside")
 _PASS = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
-
-
-@dataclass
-class MicroBatch:
-    """The records of one ``with run.batch(ids)``."""
-
-    B: int
-    autocast: tuple[str, bool, torch.dtype] | None = None
-    records: dict[Node, list[Record]] = field(default_factory=dict)
-    bytes: int = 0
-    met: bool = False  # did a parameter meet an example?
-    fired: bool = False  # did a gradient arrive?
-
-    def add(self, node: Node, record: Record) -> None:
-        """Keep a record; materialised gradients of the same operand are summed."""
-        kept = self.records.setdefault(node, [])
-        for i, other in enumerate(kept):
-            if isinstance(record, Dense) and isinstance(other, Dense):
-                kept[i] = other + record
-                return
-        kept.append(record)
-        self.bytes += sum(t.numel() * t.element_size() for t in record.tensors())
-
-    def energy(self) -> float:
-        """Σ_i ‖g_i‖², up to a few per cent: see ``Record.energy``."""
-        parts = [r.energy() for records in self.records.values() for r in records]
-        return float(sum(float(x) for x in parts))
 
 
 class Capture:
@@ -116,7 +99,7 @@ class Capture:
         """Record the operations run inside, for B examples."""
         self.live = MicroBatch(B)
         self._shapes = []
-        self._constants = _own_tensors(self.model)
+        self._constants = own_tensors(self.model)
         try:
             # A compiled model runs eagerly while it is watched: the mode sees its operations.
             with torch.compiler.set_stance("force_eager"), self._mode:
@@ -169,7 +152,7 @@ class Capture:
         if id(t) in self._constants:
             return CONSTANT
         if getattr(self._reentered, "by", None):
-            known = self._by_storage.get(_storage_key(t))
+            known = self._by_storage.get(storage_key(t))
             if known is not None:
                 return known
         if t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B:
@@ -192,7 +175,7 @@ class Capture:
             self._remember(t, layout)
 
     def _note_written(self, target: Tensor, value: Any) -> None:
-        """``target[...] = value``: the target takes the value's examples, aligned from the right."""
+        """``target[...] = value``: the target takes the value's examples, from the right."""
         assert self.live is not None
         if self._layout(target) is not None:
             return
@@ -206,7 +189,7 @@ class Capture:
     def _remember(self, t: Tensor, layout: Layout | None) -> None:
         self._info[t] = layout or UNKNOWN
         if layout is not None and t.is_floating_point():
-            self._by_storage[_storage_key(t)] = layout
+            self._by_storage[storage_key(t)] = layout
 
     def _note_parametric(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         leaves, spec = tree_flatten((args, kwargs))
@@ -228,7 +211,7 @@ class Capture:
         assert self.live is not None
         self.live.met = True
         rule = op_rule(func)
-        if rule is None and (body := _composite(func)) is not None:
+        if rule is None and (body := composite(func)) is not None:
             with self._mode:
                 return body(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
@@ -237,7 +220,7 @@ class Capture:
         layouts = tuple(x if type(x) is Layout else None for x in infos)
         saved = [x.detach() if n is not None else x for x, n in zip(leaves, nodes, strict=True)]
         if name_of(func) in ("add", "sub", "rsub"):  # their derivative needs shapes only
-            saved = [_shape_of(x) if isinstance(x, Tensor) else x for x in saved]
+            saved = [shape_of(x) if isinstance(x, Tensor) else x for x in saved]
         elif in_place(func):
             saved[0] = saved[0].clone()
         pure = getattr(torch, name_of(func), None) if in_place(func) else func
@@ -255,33 +238,34 @@ class Capture:
                 args, kwargs = tree_unflatten(leaves, spec)
         out = func(*args, **kwargs)
         if not isinstance(out, Tensor) or pure is None:
-            self._refuse(call, tensors_in(out), "it has no rule")
+            raise self._refusal(call, tensors_in(out), "it has no rule")
         if not out.requires_grad and operand is None:
             self._note_batched(func, args, kwargs, out)
             return out
         layout = follow(func, args, kwargs, out, self._layout, self.live.B)
         if layout is None:
-            self._refuse(call, [out], "the examples cannot be told apart in its output")
-        if _saved_tensors_hooks():
+            raise self._refusal(call, [out], "the examples cannot be told apart in its output")
+        if saved_tensors_hooks():
             self._expect_recomputation()
         device = out.device.type
-        self.live.autocast = (
-            device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        )  # fmt: skip
-        call = replace(call, layout=layout)
-        tap = _Tapped(call, rule.records if rule else replay, self.live, self, weight)
-        out = _Tap.apply(_own(out), operand, tap)
+        on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        self.live.autocast = device, on, dtype
+        call = replace(call, layout=layout, autocast=self.live.autocast)
+        tap = Tapped(
+            call, rule.records if rule else replay, self.live, weight, self.receive, self._refusal
+        )
+        out = Tap.apply(own(out), operand, tap)
         self._remember(out, layout)
         return out
 
-    def receive(self, tap: _Tapped, call: Call, delta: Tensor) -> Tensor | None:
+    def receive(self, tap: Tapped, call: Call, delta: Tensor) -> Tensor | None:
         """δ has arrived: keep the records; the sum over examples of the operand's, if asked."""
         total = None
         operand = call.nodes[tap.weight] if tap.weight is not None else None
         try:
             pairs = list(tap.rule(call, delta))
         except NotImplementedError as e:
-            self._refuse(call, [delta], str(e))
+            raise self._refusal(call, [delta], str(e)) from None
         for node, record in pairs:
             for root in node.roots:
                 form = type(record).__name__.lower()
@@ -299,10 +283,10 @@ class Capture:
 
     # Errors
 
-    def _refuse(self, call: Call, outs: list[Tensor], why: str) -> Any:
+    def _refusal(self, call: Call, outs: list[Tensor], why: str) -> CaptureError:
         names = sorted({r for n in call.nodes if n is not None for r in n.roots})
         inputs = [tuple(x.shape) for x in call.leaves if isinstance(x, Tensor)]
-        raise CaptureError(
+        return CaptureError(
             f"parameter {', '.join(names)} takes part in the operation '{call.name}' "
             f"(inputs of shape {inputs}, output {[tuple(t.shape) for t in outs]}), and {why}. "
             "If the batch dimension is not the first, pass watch(..., batch_dim=...). Otherwise "
@@ -352,108 +336,3 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.capture.call(func, args, kwargs or {})
-
-
-@dataclass(frozen=True)
-class _Tapped:
-    """What the tap needs when δ arrives."""
-
-    call: Call
-    rule: Any
-    micro: MicroBatch
-    capture: Capture
-    weight: int | None
-
-
-class _Tap(torch.autograd.Function):
-    """The identity; its backward hands δ to the capture.
-
-    Inputs that belong to the examples are saved the way autograd saves its own, so activation
-    checkpointing drops and recomputes them like the rest.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, operand: Tensor | None, tap: _Tapped) -> Tensor:
-        call = tap.call
-        where = [i for i, x in enumerate(call.layouts) if x is not None]
-        ctx.save_for_backward(*(call.leaves[i] for i in where))
-        rest = tuple(None if i in where else x for i, x in enumerate(call.leaves))
-        ctx.where = where
-        ctx.operand = None if operand is None else operand.dtype
-        ctx.tap = replace(tap, call=replace(call, leaves=rest))
-        ctx.mark_dirty(out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, delta: Tensor) -> Any:  # type: ignore[override]
-        tap = ctx.tap
-        if torch.is_grad_enabled():
-            tap.capture._refuse(
-                tap.call, [delta], "its gradient is differentiated again (create_graph=True)"
-            )
-        leaves = list(tap.call.leaves)
-        for i, x in zip(ctx.where, ctx.saved_tensors, strict=True):
-            leaves[i] = x.detach()
-        call = replace(tap.call, leaves=tuple(leaves))
-        with torch._C.DisableTorchFunction(), torch.autocast(delta.device.type, enabled=False):
-            total = tap.capture.receive(tap, call, delta)
-        if ctx.operand is None:
-            return delta, None, None
-        assert total is not None
-        return delta, total.to(ctx.operand), None
-
-
-def _own_tensors(model: nn.Module) -> set[int]:
-    """Parameters, buffers and tensors kept as plain attributes."""
-    own = {id(t) for t in (*model.buffers(), *model.parameters())}
-    for module in model.modules():
-        own |= {id(x) for x in vars(module).values() if isinstance(x, Tensor)}
-    return own
-
-
-def _shape_of(x: Tensor) -> Tensor:
-    """A tensor of this shape and type that takes no memory."""
-    return x.detach().new_zeros(()).expand(x.shape)
-
-
-def _own(out: Tensor) -> Tensor:
-    """The tap marks its input as written to; a node that saved its own output needs a copy."""
-    saves = out.grad_fn is not None and "_saved_result" in dir(type(out.grad_fn))
-    return out.clone() if saves or out._is_view() else out
-
-
-def _saved_tensors_hooks() -> bool:
-    """Are saved tensors packed by somebody (non-reentrant checkpointing, offloading)?"""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def _storage_key(t: Tensor) -> Any:
-    try:
-        return t.data_ptr(), tuple(t.shape), t.stride(), t.device
-    except RuntimeError:  # a tensor without storage: inside vmap and the like
-        return None
-
-
-_BODIES: dict[Any, Any] = {}
-
-
-def _composite(func: Any) -> Any:
-    """The body of a Python function of torch, without its own dispatch to the mode.
-
-    Its inner operations then come to the mode one by one (``F.multi_head_attention_forward``).
-    """
-    if func not in _BODIES:
-        body = None
-        if isinstance(func, types.FunctionType) and "has_torch_function" in func.__globals__:
-            never = {
-                k: (lambda *args: False)
-                for k in func.__globals__
-                if k.startswith("has_torch_function")
-            }
-            body = types.FunctionType(
-                func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__,
-                func.__closure__,
-            )  # fmt: skip
-            body.__kwdefaults__ = func.__kwdefaults__
-        _BODIES[func] = body
-    return _BODIES[func]

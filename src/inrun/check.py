@@ -84,7 +84,8 @@ class Check:
             else f"{self.permutations} permutations, standard error {self.noise:.1%}"
         )
         return (
-            f"inrun check at step {self.step} ({self.estimator}; {len(self.table)} examples, {how})\n"
+            f"inrun check at step {self.step} ({self.estimator}; {len(self.table)} examples, "
+            f"{how})\n"
             f"  correlation with exact Shapley values   {self.pearson:.4f}\n"
             f"  relative error                          {self.relative_error:.2%}\n"
             f"  sum of values against the batch share   off by {self.sum_error:.2%}\n"

@@ -56,7 +56,7 @@ _REFLECTED = {"radd": "add", "iadd": "add", "rmul": "mul", "imul": "mul", "rsub"
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """One name for all spellings: ``torch.add``, ``Tensor.add_`` and ``Tensor.__iadd__`` are add."""
+    """One name for all spellings: ``torch.add``, ``Tensor.add_``, ``Tensor.__iadd__`` are add."""
     name = _NAMES.get(func)
     if name is None:
         name = getattr(func, "__name__", type(func).__name__)

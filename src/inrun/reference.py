@@ -46,7 +46,7 @@ def per_example_gradients(
     for row, copied in enumerate(copies):
         for name, module in copied.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-                module.forward = meeting.batch_norm(name, row, module)  # type: ignore[method-assign]
+                vars(module)["forward"] = meeting.batch_norm(name, row, module)
     outputs: list[Any] = [None] * B
 
     def run(row: int) -> None:
@@ -67,7 +67,7 @@ def per_example_gradients(
     loss(torch.cat(outputs, batch_dim), batch).backward()
     named = [dict(c.named_parameters()) for c in copies]
     return {
-        k: torch.stack([torch.zeros_like(n[k]) if n[k].grad is None else n[k].grad for n in named])
+        k: torch.stack([torch.zeros_like(p) if (g := n[k].grad) is None else g for n in named])
         for k, p in model.named_parameters()
         if p.requires_grad
     }
@@ -114,10 +114,8 @@ def take_row(batch: Any, row: int, B: int, dim: int = 0) -> Any:
 
 def exact_shapley(n: int, utility: Utility) -> np.ndarray:
     """Shapley values over all 2^n coalitions."""
-    U = {}
-    for size in range(n + 1):
-        for S in itertools.combinations(range(n), size):
-            U[frozenset(S)] = utility(frozenset(S))
+    subsets = [itertools.combinations(range(n), size) for size in range(n + 1)]
+    U = {S: utility(S) for S in map(frozenset, itertools.chain(*subsets))}
     phi = np.zeros(n)
     for i in range(n):
         for S, u in U.items():

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from inrun.bookkeeping import as_ids, free_memory, scored_parameters
-from inrun.capture import Capture, MicroBatch
+from inrun.capture import Capture
 from inrun.check import PERMUTATIONS, Check
 from inrun.direction import Estimator
 from inrun.errors import BatchError, ValidationError
@@ -28,6 +28,7 @@ from inrun.ledger import Ledger, LedgerError, MemoryLedger, StepRecord, Tables
 from inrun.ops import Form
 from inrun.rules import rule_for
 from inrun.scoring import Accumulated, Score, Scorer
+from inrun.tap import MicroBatch
 from inrun.validation import Loss, Validator
 
 _WATCHED: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
@@ -78,7 +79,8 @@ def watch(
 
     Args:
         model: the model that is trained.
-        optimizer: the optimizer whose ``step()`` trains it; its class needs a rule (docs/optimizers.md).
+        optimizer: the optimizer whose ``step()`` trains it; its class needs a rule
+            (docs/optimizers.md).
         validation: a loader or list of batches; the loss on them is what examples are valued by.
             It is cycled, ``per_step`` batches at each step, in its own order.
         targets: several of them by name, instead of ``validation``. See :func:`inrun.by_label`.
@@ -285,7 +287,7 @@ class Run(Tables):
 
     def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Before ``optimizer.step()``: gradients and state are final."""
-        changed = None
+        changed: tuple[Any, Any] | None = None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:
             with torch.enable_grad():
@@ -401,10 +403,11 @@ class Run(Tables):
         self._held += new
         if self._held > self._limit:
             raise MemoryError(
-                f"what inrun must keep until optimizer.step() takes more than "
-                f"{self._limit / 2**30:.2f} GiB already ({len(self._pending)} earlier batches of this step "
-                "included). Use smaller or fewer micro-batches per step, watch(..., offload=True) to "
-                "keep it in host memory, ignore=[...] for the largest layers, or raise memory_limit."
+                "what inrun must keep until optimizer.step() takes more than "
+                f"{self._limit / 2**30:.2f} GiB already (after {len(self._pending)} earlier "
+                "batches of this step). Use smaller or fewer micro-batches per step, "
+                "watch(..., offload=True) to keep it in host memory, ignore=[...] for the largest "
+                "layers, or raise memory_limit."
             )
 
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from inrun import reference
-from inrun.capture import MicroBatch
 from inrun.check import EXACT_UP_TO, Check
 from inrun.clipping import Clipping, ClippingWatch
 from inrun.direction import POINTS, Estimator, Moved, weights_at
@@ -27,6 +26,7 @@ from inrun.errors import CaptureError
 from inrun.ledger import Audit
 from inrun.nodes import directions, pull_back
 from inrun.rules import rule_for
+from inrun.tap import MicroBatch
 from inrun.validation import Validator
 
 

@@ -179,19 +179,16 @@ class Validator:
                 torch.cuda.empty_cache()
 
     def _gradient(self, q: int, params: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        # float16 gradients vanish or overflow without a scale; the largest that stays finite is used
+        # float16 gradients vanish or overflow without a scale: the largest that stays finite
         half = self.autocast is not None and self.autocast[1] and self.autocast[2] == torch.float16
         for scale in (2.0**16, 2.0**10, 2.0**4, 1.0) if half else (1.0,):
             total = torch.zeros((), dtype=torch.float64)
-            grads: list[Tensor] | None = None
+            grads: list[Tensor] = []
             with torch.enable_grad(), self._pass():
                 for weight, batch in self._parts(q):
                     loss, new = self._differentiate(q, batch, weight * scale, params)
                     total = total + loss.double().cpu() * weight
-                    grads = (
-                        new if grads is None else [a + b for a, b in zip(grads, new, strict=True)]
-                    )
-            assert grads is not None
+                    grads = [a + b for a, b in zip(grads, new, strict=True)] if grads else new
             if scale == 1.0:
                 return total, grads
             if all(bool(torch.isfinite(g).all()) for g in grads):
@@ -202,6 +199,7 @@ class Validator:
         self, q: int, batch: Any, factor: float, params: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         """A batch's loss and the gradient of ``factor`` times it."""
+        grads: Sequence[Tensor | None]
         loss = self._loss(q, batch)
         if not loss.requires_grad:
             raise ValidationError(

@@ -149,7 +149,9 @@ CASES = {
     "weight-norm": (weight_norm, (5, 4), {"v": (3, 4), "g": (3, 1)}),
     "cast": (lambda m, x: F.linear(x, m.w.to(torch.float64).mul(2)), (4,), {"w": (3, 4)}),
     "lerp": (lambda m, x: torch.lerp(x, x.flip(-1), m.w), (5, 4), {"w": (4,)}),
-    "bilinear": (lambda m, x: F.bilinear(x, x.flip(-1), m.w, m.b), (4,), {"w": (3, 4, 4), "b": (3,)}),
+    "bilinear": (
+        lambda m, x: F.bilinear(x, x.flip(-1), m.w, m.b), (4,), {"w": (3, 4, 4), "b": (3,)}
+    ),
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
@@ -37,6 +38,7 @@ class Call:
     layout: Layout
     B: int
     form: Form = "auto"
+    autocast: tuple[str, bool, torch.dtype] | None = None  # device, on or off, type
 
     @cached_property
     def _places(self) -> Any:
@@ -91,7 +93,9 @@ class Call:
         leaves = list(self.leaves)
         leaves[leaf] = value
         args, kwargs = tree_unflatten(leaves, self.spec)
-        return self.func(*args, **kwargs)
+        device, on, dtype = self.autocast or (value.device.type, False, torch.bfloat16)
+        with torch.autocast(device, dtype=dtype, enabled=on, cache_enabled=False):
+            return self.func(*args, **kwargs)
 
 
 RuleFunction = Callable[[Call, Tensor], Iterator[tuple[Any, Record]]]

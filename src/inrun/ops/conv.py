@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def conv(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
 
 def _without(call: Call, leaf: int) -> Call:
     leaves = tuple(None if i == leaf else x for i, x in enumerate(call.leaves))
-    return Call(call.func, call.spec, leaves, call.nodes, call.layouts, call.layout, call.B)
+    return replace(call, leaves=leaves)
 
 
 def _weight_gradients(call: Call, delta: Tensor) -> Tensor:

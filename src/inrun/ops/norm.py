@@ -71,25 +71,22 @@ def _running(
 @register_op(F.batch_norm)
 def batch_norm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """``F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)``."""
-    yield from _batch_norm(call, delta, (1, "running_mean"), (2, "running_var"), (3, "weight"), (4, "bias"))  # fmt: skip
+    yield from _batch_norm(call, delta, mean=1, var=2, w=3, b=4)
 
 
 @register_op(torch.batch_norm)
 def torch_batch_norm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """``torch.batch_norm(x, weight, bias, mean, var, training, momentum, eps, cudnn)``."""
-    yield from _batch_norm(call, delta, (3, "running_mean"), (4, "running_var"), (1, "weight"), (2, "bias"))  # fmt: skip
+    yield from _batch_norm(call, delta, mean=3, var=4, w=1, b=2)
 
 
-def _batch_norm(call: Call, delta: Tensor, mean: Arg, var: Arg, w: Arg, b: Arg) -> Any:
-    x, training, eps = (
-        call.value(0, "input"),
-        call.value(5, "training", False),
-        call.value(7, "eps", 1e-5),
-    )
-    m, v = _running(call, mean, var, training)
+def _batch_norm(call: Call, delta: Tensor, mean: int, var: int, w: int, b: int) -> Any:
+    x, training = call.value(0, "input"), call.value(5, "training", False)
+    eps = call.value(7, "eps", 1e-5)
+    m, v = _running(call, (mean, "running_mean"), (var, "running_var"), training)
     yield from _affine(
         call, delta, lambda: F.batch_norm(x, m, v, None, None, training or m is None, 0.0, eps),
-        w, b, True,
+        (w, "weight"), (b, "bias"), True,
     )  # fmt: skip
 
 

@@ -82,7 +82,7 @@ class Dense(Record):
 
 @dataclass(frozen=True)
 class Aligned(Record):
-    """The operand itself has one slice per example (an expanded class token): row i uses slice i."""
+    """The operand has one slice per example (an expanded class token): row i uses slice i."""
 
     grads: Tensor  # [B, *W without its example dimension]
     dim: int  # the example dimension of W
@@ -107,7 +107,7 @@ def _only(i: int, g: Tensor, B: int, dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Pair(Record):
-    """Ghost form of y = x Wᵀ: g_i = Σ_t δ_it ⊗ a_it is never formed; ⟨u, g_i⟩ = Σ_t δ_itᵀ u a_it."""
+    """Ghost form of y = x Wᵀ: ⟨u, g_i⟩ = Σ_t δ_itᵀ u a_it; g_i = Σ_t δ_it ⊗ a_it is not formed."""
 
     a: Tensor  # [B, T, I]
     delta: Tensor  # [B, T, O]

@@ -1,0 +1,146 @@
+"""The tap in the autograd graph, what it fills, and small questions about torch's tensors."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inrun.nodes import Node
+from inrun.ops import Call, Dense, Record
+
+
+@dataclass
+class MicroBatch:
+    """The records of one ``with run.batch(ids)``."""
+
+    B: int
+    autocast: tuple[str, bool, torch.dtype] | None = None
+    records: dict[Node, list[Record]] = field(default_factory=dict)
+    bytes: int = 0
+    met: bool = False  # did a parameter meet an example?
+    fired: bool = False  # did a gradient arrive?
+
+    def add(self, node: Node, record: Record) -> None:
+        """Keep a record; materialised gradients of the same operand are summed."""
+        kept = self.records.setdefault(node, [])
+        for i, other in enumerate(kept):
+            if isinstance(record, Dense) and isinstance(other, Dense):
+                kept[i] = other + record
+                return
+        kept.append(record)
+        self.bytes += sum(t.numel() * t.element_size() for t in record.tensors())
+
+    def energy(self) -> float:
+        """Σ_i ‖g_i‖², up to a few per cent: see ``Record.energy``."""
+        parts = [r.energy() for records in self.records.values() for r in records]
+        return float(sum(float(x) for x in parts))
+
+
+@dataclass(frozen=True)
+class Tapped:
+    """What the tap needs when δ arrives."""
+
+    call: Call
+    rule: Any
+    micro: MicroBatch
+    weight: int | None
+    receive: Callable[[Tapped, Call, Tensor], Tensor | None]
+    refusal: Callable[[Call, list[Tensor], str], Exception]
+
+
+class Tap(torch.autograd.Function):
+    """The identity; its backward hands δ to the capture.
+
+    Inputs that belong to the examples are saved the way autograd saves its own, so activation
+    checkpointing drops and recomputes them like the rest.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, operand: Tensor | None, tap: Tapped) -> Tensor:
+        call = tap.call
+        where = [i for i, x in enumerate(call.layouts) if x is not None]
+        ctx.save_for_backward(*(call.leaves[i] for i in where))
+        rest = tuple(None if i in where else x for i, x in enumerate(call.leaves))
+        ctx.where = where
+        ctx.operand = None if operand is None else operand.dtype
+        ctx.tap = replace(tap, call=replace(call, leaves=rest))
+        ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, delta: Tensor) -> Any:
+        tap = ctx.tap
+        if torch.is_grad_enabled():
+            why = "its gradient is differentiated again (create_graph=True)"
+            raise tap.refusal(tap.call, [delta], why)
+        leaves = list(tap.call.leaves)
+        for i, x in zip(ctx.where, ctx.saved_tensors, strict=True):
+            leaves[i] = x.detach()
+        call = replace(tap.call, leaves=tuple(leaves))
+        with torch._C.DisableTorchFunction(), torch.autocast(delta.device.type, enabled=False):
+            total = tap.receive(tap, call, delta)
+        if ctx.operand is None:
+            return delta, None, None
+        assert total is not None
+        return delta, total.to(ctx.operand), None
+
+
+def own_tensors(model: nn.Module) -> set[int]:
+    """Parameters, buffers and tensors kept as plain attributes."""
+    own = {id(t) for t in (*model.buffers(), *model.parameters())}
+    for module in model.modules():
+        own |= {id(x) for x in vars(module).values() if isinstance(x, Tensor)}
+    return own
+
+
+def shape_of(x: Tensor) -> Tensor:
+    """A tensor of this shape and type that takes no memory."""
+    return x.detach().new_zeros(()).expand(x.shape)
+
+
+def own(out: Tensor) -> Tensor:
+    """The tap marks its input as written to; a node that saved its own output needs a copy."""
+    saves = out.grad_fn is not None and "_saved_result" in dir(type(out.grad_fn))
+    return out.clone() if saves or out._is_view() else out
+
+
+def saved_tensors_hooks() -> bool:
+    """Are saved tensors packed by somebody (non-reentrant checkpointing, offloading)?"""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def storage_key(t: Tensor) -> Any:
+    try:
+        return t.data_ptr(), tuple(t.shape), t.stride(), t.device
+    except RuntimeError:  # a tensor without storage: inside vmap and the like
+        return None
+
+
+_BODIES: dict[Any, Any] = {}
+
+
+def composite(func: Any) -> Any:
+    """The body of a Python function of torch, without its own dispatch to the mode.
+
+    Its inner operations then come to the mode one by one (``F.multi_head_attention_forward``).
+    """
+    if func not in _BODIES:
+        body = None
+        if isinstance(func, types.FunctionType) and "has_torch_function" in func.__globals__:
+            never = {
+                k: (lambda *args: False)
+                for k in func.__globals__
+                if k.startswith("has_torch_function")
+            }
+            body = types.FunctionType(
+                func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__,
+                func.__closure__,
+            )  # fmt: skip
+            body.__kwdefaults__ = func.__kwdefaults__
+        _BODIES[func] = body
+    return _BODIES[func]
