@@ -4,6 +4,11 @@ Every model of tests/zoo.py is trained for a few watched AdamW steps on the CPU 
 reference: per-row copies of the model, finite differences of a real optimizer step). The same
 step is then taken on the GPU from the same weights and optimizer state, in float32 and under
 bfloat16 autocast, in every form of the capture. Writes benchmarks/results/gpu_suite.json.
+
+Under bfloat16 a gradient smaller than its rounding is noise, and Adam with a tiny eps gives it the
+same weight as any other: the step itself is then another one, not only its values. So there the
+optimizer has eps = 1e-2 and the validation batch is the training batch, which compares the
+computation and not the noise. float32 is compared with Adam as it comes.
 """
 
 from __future__ import annotations
@@ -44,7 +49,7 @@ def move(tree, device, dtype):
     return tree
 
 
-def optimizer_on(problem, model, state, **options):
+def optimizer_on(model, state, **options):
     optimizer = torch.optim.AdamW(trainable(model), lr=1e-3, weight_decay=0.1, **options)
     if state is not None:
         fresh = optimizer.state_dict()
@@ -76,13 +81,14 @@ def watched_step(problem, model, optimizer, batch, validation, device, autocast,
     return values, bool(covered) and not bool(void)
 
 
-def compare(name, device):
+def compare(name, device, autocast):
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     problem = ZOO[name]()
-    validation = ZOO[name]().batch
     model, batch = problem.model, problem.batch
-    optimizer = optimizer_on(problem, model, None)
+    validation = batch if autocast else ZOO[name]().batch
+    adam = {"eps": 1e-2} if autocast else {}
+    optimizer = optimizer_on(model, None, **adam)
     for _ in range(3):
         problem.train_loss().backward()
         optimizer.step()
@@ -102,19 +108,15 @@ def compare(name, device):
     }  # fmt: skip
     torch.set_default_dtype(torch.float32)
     results = []
-    settings = [
-        (autocast, form, training, extra)
-        for autocast in (False, True)
-        for form, training, extra in (
-            ("ghost", "bitwise", {}), ("materialise", "bitwise", {"fused": True}),
-            ("auto", "bitwise", {"foreach": True}), ("materialise", "fast", {"capturable": True}),
-        )
-    ]  # fmt: skip
-    for autocast, form, training, extra in settings:
+    settings = (
+        ("ghost", "bitwise", {}), ("materialise", "bitwise", {"fused": True}),
+        ("auto", "bitwise", {"foreach": True}), ("materialise", "fast", {"capturable": True}),
+    )  # fmt: skip
+    for form, training, extra in settings:
         if device == "cpu":
             extra = {k: v for k, v in extra.items() if k != "capturable"}
         twin = copy.deepcopy(start).to(device, torch.float32)
-        own = optimizer_on(problem, twin, state, **extra)
+        own = optimizer_on(twin, state, **extra, **adam)
         values, clean = watched_step(
             problem, twin, own, move(batch, device, torch.float32),
             move(validation, device, torch.float32), device, autocast, form=form, training=training,
@@ -123,12 +125,57 @@ def compare(name, device):
             got = values[kind]
             R = float(np.corrcoef(got, expected)[0, 1])
             error = float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
-            limit = 0.9 if autocast else 0.9999
+            limit = 0.99 if autocast else 0.9999
             results.append({
                 "model": name, "dtype": "bfloat16 autocast" if autocast else "float32",
                 "form": form, "training": training, "optimizer": extra, "estimator": kind,
                 "R": R, "relative_error": error, "clean": clean,
                 "passed": clean and limit <= R,
+            })  # fmt: skip
+    return results
+
+
+def loops(device):
+    """On the device: checkpoints are recomputed in its own thread; fused optimizers get scaled
+    float16 gradients. Training must be bitwise the same with and without the watch."""
+    from test_loops import MODELS, next_token
+
+    torch.set_default_dtype(torch.float32)
+    data = torch.randint(0, 23, (40, 5), generator=torch.Generator().manual_seed(1)).to(device)
+    results = []
+    for kind in ("gpt", "checkpointed", "reentrant", "dropped"):
+        for half in (False, True):
+            left = []
+            for watched in (False, True):
+                torch.manual_seed(0)
+                model = MODELS[kind]().to(device)
+                fused = {"fused": True} if device == "cuda" else {}
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **fused)
+                scaler = torch.amp.GradScaler(device, enabled=half, init_scale=2.0**12)
+                run = watched and inrun.watch(
+                    model, optimizer, validation=[data[30:]], loss=next_token, audit_every=1,
+                    scaler=scaler if half else None,
+                )  # fmt: skip
+                for step in range(5):
+                    optimizer.zero_grad()
+                    rows = torch.arange(6, device=device) + 5 * step
+                    factor = float("inf") if half and step == 2 else 1.0
+                    with run.batch(rows) if watched else torch.enable_grad():
+                        with torch.autocast(device, dtype=torch.float16, enabled=half):
+                            loss = next_token(model, data[rows])
+                        scaler.scale(loss * factor).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                left.append([p.detach().clone() for p in model.parameters()])
+            same = all(torch.equal(a, b) for a, b in zip(*left, strict=True))
+            steps = run.steps()
+            explained = float(steps["explained"].iloc[-1])
+            recorded = len(steps) == (4 if half else 5) and steps["void"].isna().all()
+            run.close()
+            results.append({
+                "model": kind, "loop": "float16, GradScaler" if half else "float32",
+                "bitwise": same, "explained": explained, "skipped_step_left_out": bool(recorded),
+                "passed": bool(same and recorded and abs(explained - 1) < (0.25 if half else 0.02)),
             })  # fmt: skip
     return results
 
@@ -156,7 +203,7 @@ def main() -> None:
     results, started = [], time.time()
     for name in options.only:
         try:
-            found = compare(name, options.device)
+            found = [r for half in (False, True) for r in compare(name, options.device, half)]
         except Exception as e:
             found = [{"model": name, "passed": False, "error": f"{type(e).__name__}: {e}"[:500]}]
         results += found
@@ -169,6 +216,9 @@ def main() -> None:
             worst[key] = max(worst.get(key, 0.0), r["relative_error"])
         line = "  ".join(f"{d} {e} {v:.1e}" for (d, e), v in worst.items())
         print(f"{name:24} {'ok ' if all(r['passed'] for r in found) else 'BAD'} {line}", flush=True)
+    for r in loops(options.device):
+        results.append(r)
+        print(r, flush=True)
     passed = sum(r["passed"] for r in results)
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)

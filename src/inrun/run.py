@@ -27,7 +27,7 @@ from inrun.errors import BatchError, ValidationError
 from inrun.ledger import Ledger, LedgerError, MemoryLedger, StepRecord, Tables
 from inrun.ops import Form
 from inrun.rules import rule_for
-from inrun.scoring import Accumulated, Score, Scorer
+from inrun.scoring import Score, Scorer
 from inrun.tap import MicroBatch
 from inrun.validation import Loss, Validator
 
@@ -181,7 +181,7 @@ class Run(Tables):
             fast=config.training == "fast", offload=offload, check_memory=self._account,
         )  # fmt: skip
         self._pending: list[tuple[np.ndarray, MicroBatch | None]] = []
-        self._gradients: dict[str, Accumulated] = {}
+        self._gradients: dict[str, Tensor] = {}  # as the batches left them
         self._id_type: type | None = None
         self._check: Check | None = None
         if model in _WATCHED or optimizer in _WATCHED:
@@ -220,7 +220,7 @@ class Run(Tables):
             raise
         self._pending.append((array, micro))
         self._gradients = {
-            k: Accumulated.of(p) for k, p in self.params.items() if p.grad is not None
+            k: p.grad.detach().clone() for k, p in self.params.items() if p.grad is not None
         }
 
     def check(self, permutations: int = PERMUTATIONS) -> Check:
@@ -387,9 +387,7 @@ class Run(Tables):
         """Captures of a step that never came (GradScaler skipped it): gradients are gone."""
         if not self._pending:
             return
-        grads = [p.grad for p in self.params.values() if p.grad is not None]
-        untouched = bool(grads) and all(g.untouched for g in self._gradients.values())
-        if not untouched and not any(bool(g.any()) for g in grads):
+        if not any(bool(p.grad.any()) for p in self.params.values() if p.grad is not None):
             self._forget()
 
     def _forget(self) -> None:

@@ -40,24 +40,6 @@ class Score:
     missed: float = 0.0  # part of the update that the secant could not carry (Muon's first steps)
 
 
-@dataclass(frozen=True)
-class Accumulated:
-    """A parameter's .grad as the batch left it: the tensor, its version then, and a copy."""
-
-    grad: Tensor
-    version: int
-    copy: Tensor
-
-    @staticmethod
-    def of(p: Tensor) -> Accumulated:
-        assert p.grad is not None
-        return Accumulated(p.grad, p.grad._version, p.grad.detach().clone())
-
-    @property
-    def untouched(self) -> bool:
-        return self.grad._version == self.version
-
-
 class Scorer:
     """Turns captures into values; keeps only what must be remembered between steps."""
 
@@ -82,18 +64,21 @@ class Scorer:
         self,
         step: int,
         micros: list[MicroBatch],
-        accumulated: Mapping[str, Accumulated],
+        accumulated: Mapping[str, Tensor],
         ids: np.ndarray,
         audit: bool,
         check: Check | None,
     ) -> Score:
-        """Values of all examples of the step that the optimizer is about to take."""
+        """Values of all examples of the step that the optimizer is about to take.
+
+        ``accumulated`` is G, the gradient as the batch left it, before unscaling and clipping.
+        """
         names = [k for k, p in self.params.items() if p.grad is not None]
         self._refuse_unseen(names, micros)
         moved = self._moved()
         by_param = {id(m.p): m for m in moved}
         mine = [by_param[id(self.params[k])] for k in names]
-        G = [self._before_clipping(k, accumulated) for k in names]
+        G = [accumulated.get(k, m.g) for k, m in zip(names, mine, strict=True)]
         if not all(bool(torch.isfinite(m.g).all()) for m in mine):
             return Score(void="the training gradient is not finite")
         clipping = fixed = self._recognise(names, G, mine)
@@ -141,17 +126,10 @@ class Scorer:
             if p.grad is not None
         ]  # fmt: skip
 
-    def _before_clipping(self, name: str, accumulated: Mapping[str, Accumulated]) -> Tensor:
-        """G: what the batch accumulated, before unscaling and clipping."""
-        grad = self.params[name].grad
-        assert grad is not None
-        kept = accumulated.get(name)
-        return grad if kept is None or (kept.grad is grad and kept.untouched) else kept.copy
-
     def _recognise(self, names: list[str], G: list[Tensor], mine: list[Moved]) -> Clipping:
         fused = getattr(self.optimizer, "grad_scale", None)
-        same = all(g is self.params[k].grad for k, g in zip(names, G, strict=True))
-        if same and fused is None:
+        # Version counters do not tell: GradScaler unscales without touching them.
+        if fused is None and not _differ(G, [self.params[k].grad for k in names]):
             return Clipping(1.0)
         scale = None
         if fused is not None:
@@ -250,6 +228,10 @@ class Scorer:
             check.coalitions = check.permutations * n
             check.fill(ids, estimate, -phi, error, share)
         print(check)
+
+
+def _differ(a: Sequence[Tensor], b: Sequence[Any]) -> bool:
+    return bool(torch.stack([(x != y).any() for x, y in zip(a, b, strict=True)]).any())
 
 
 def _mean(gradients: list[list[Tensor]]) -> list[Tensor]:
