@@ -155,7 +155,7 @@ def test_bad_input_is_one_line_and_exit_code_2(run, tmp_path):
         ("report", run, "--examples", tmp_path / "none.csv"): "no such file",
         ("report", run, "--examples", file.with_name("x.pickle")): "no such file",
         ("top", run, "--target", "poetry"): "no target 'poetry'",
-        ("top", run, "--estimator", "magic"): "no estimator 'magic'",
+        ("top", run, "--estimator", "magic"): "estimator 'magic' was not recorded",
         ("prune", run, "--ratio", 0): "--ratio must lie between 0 and 1, not 0",
         ("prune", run, "--ratio", 1.5): "not 1.5",
         ("prune", run, "--ratio", 0.1, "-o", "keep.xlsx"): "write .parquet, .csv",

@@ -279,7 +279,7 @@ def test_accumulation_gives_the_values_of_one_large_batch():
 
 def test_dropout_rows_add_up_to_the_gradient():
     run, _, _ = train(plain, Dropped(), True, steps=3)
-    assert run._verified and run.steps()["void"].isna().all()
+    assert run._scorer._verified and run.steps()["void"].isna().all()
 
 
 @pytest.mark.parametrize("loop", ["clipped_by_norm", "clipped_by_value"])
@@ -311,8 +311,8 @@ def test_the_part_across_the_gradient_counts_more_than_a_fixed_coefficient(max_n
             estimator="secant" if spread else "secant+midpoint",
         )  # fmt: skip
         if not spread:
-            recognise = run._clipping.recognise
-            run._clipping.recognise = lambda *a, f=recognise: replace(f(*a), norm=None)
+            recognise = run._scorer._clipping.recognise
+            run._scorer._clipping.recognise = lambda *a, f=recognise: replace(f(*a), norm=None)
         errors[spread] = []
         for step in range(40):
             rows = rows_for(step)
@@ -395,6 +395,7 @@ def test_fused_optimizers_receive_scaled_gradients():
     for scale in (1.0, 1024.0):
         torch.manual_seed(0)
         model = GPT()
+        torch.optim.SGD(model.parameters())  # torch hooks a class's step() when it is first made
         optimizer = FusedLike(model.parameters(), lr=1e-2, momentum=0.9)
         run = inrun.watch(model, optimizer, validation=[VALIDATION], loss=next_token)
         for step in range(4):

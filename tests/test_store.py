@@ -499,7 +499,9 @@ def test_run_json(tmp_path):
         store.update_info(fn=make_records)
     store.close()
     Store.create(tmp_path / "run", config, ["a"], ESTIMATORS).close()
-    with pytest.raises(LedgerError, match=r"no estimator 'x' in .*; it has secant, sgd"):
+    with pytest.raises(
+        LedgerError, match=r"estimator 'x' was not recorded; this run has secant, sgd"
+    ):
         open_run(tmp_path / "run").values("x")
 
 

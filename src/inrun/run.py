@@ -190,7 +190,11 @@ class Run(Tables):
                 "several targets or estimators fit into one"
             )
         _WATCHED[model] = _WATCHED[optimizer] = None
-        self._hook: Any = optimizer.register_step_pre_hook(self._on_step)
+        self._depth = 0  # an optimizer whose step() calls its base class's runs the hooks twice
+        self._hooks: list[Any] = [
+            optimizer.register_step_pre_hook(self._on_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
 
     # The training loop's side
 
@@ -201,11 +205,12 @@ class Run(Tables):
         Several batches before one ``optimizer.step()`` are gradient accumulation. An id may occur
         more than once; its values add up.
         """
-        if self._hook is None:
+        if not self._hooks:
             raise BatchError("this run is closed: watch the model again")
         if self._capture.live is not None:
             raise BatchError("run.batch inside run.batch: one batch at a time")
         array, self._id_type = as_ids(ids, self._id_type)
+        self._depth = 0  # a step that failed left it raised
         self._drop_skipped()
         if not self._chosen():
             yield
@@ -235,9 +240,10 @@ class Run(Tables):
 
     def close(self) -> None:
         """Detach. The model and the optimizer are as they were; the tables stay readable."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        if self._hooks:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
             _WATCHED.pop(self.model, None)
             _WATCHED.pop(self.optimizer, None)
             self._forget()
@@ -287,6 +293,9 @@ class Run(Tables):
 
     def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Before ``optimizer.step()``: gradients and state are final."""
+        self._depth += 1
+        if self._depth > 1:
+            return None
         changed: tuple[Any, Any] | None = None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:
@@ -306,6 +315,9 @@ class Run(Tables):
             self._forget()
             self.step += 1
         return changed
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth = max(self._depth - 1, 0)
 
     def _record(self) -> None:
         if not self._pending:
