@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -73,3 +74,45 @@ def scored_parameters(
             "to watch (was the optimizer made from another model, or before freezing?)"
         )
     return scored, others
+
+
+def coverage_table(
+    scored: Mapping[str, Tensor],
+    others: Mapping[str, tuple[Tensor, str]],
+    seen: Mapping[str, set[tuple[str, str]]],
+) -> pd.DataFrame:
+    """One row per parameter; ``seen`` has the operations and forms by parameter."""
+    rows = []
+    for name, p in scored.items():
+        uses = seen.get(name, set())
+        operations, forms = (", ".join(sorted({use[i] for use in uses})) for i in (0, 1))
+        status = "scored" if uses else "no gradient yet"
+        rows.append((name, tuple(p.shape), p.numel(), status, operations, forms))
+    rows += [(k, tuple(p.shape), p.numel(), why, "", "") for k, (p, why) in others.items()]
+    columns = ["parameter", "shape", "size", "status", "operations", "forms"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def describe(model: nn.Module, optimizer: Optimizer, coverage: pd.DataFrame) -> dict[str, Any]:
+    """What run.json says of a run."""
+    scored = coverage.loc[coverage["status"] == "scored", "size"].sum()
+    trained = coverage.loc[coverage["status"] != "frozen", "size"].sum()
+    groups = [
+        {k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
+    return {
+        "model": {"class": type(model).__name__, "parameters": int(coverage["size"].sum())},
+        "optimizer": {"class": type(optimizer).__name__, "groups": groups},
+        "coverage": {
+            "share": float(scored / trained) if trained else 0.0,
+            "parameters": coverage.astype({"shape": str}).to_dict("records"),
+        },
+    }
+
+
+def _plain(x: Any) -> Any:
+    """A parameter group's option as JSON has it."""
+    if isinstance(x, Tensor):
+        return x.tolist()
+    return x if isinstance(x, (bool, int, float, str, type(None))) else str(x)

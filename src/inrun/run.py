@@ -19,7 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from inrun.bookkeeping import as_ids, free_memory, scored_parameters
+from inrun.bookkeeping import (
+    as_ids,
+    coverage_table,
+    describe,
+    free_memory,
+    scored_parameters,
+)
 from inrun.capture import Capture
 from inrun.check import PERMUTATIONS, Check
 from inrun.direction import Estimator
@@ -259,16 +265,7 @@ class Run(Tables):
 
     def coverage(self) -> pd.DataFrame:
         """One row per parameter: is it scored, through which operations, in which form."""
-        rows = []
-        for name, p in self.params.items():
-            seen = sorted(self._capture.coverage.get(name, ()))
-            rows.append((name, tuple(p.shape), p.numel(), "scored" if seen else "no gradient yet",
-                         ", ".join(sorted({o for o, _ in seen})),
-                         ", ".join(sorted({f for _, f in seen}))))  # fmt: skip
-        for name, (p, why) in self._left_out.items():
-            rows.append((name, tuple(p.shape), p.numel(), why, "", ""))
-        columns = ["parameter", "shape", "size", "status", "operations", "forms"]
-        return pd.DataFrame(rows, columns=columns)
+        return coverage_table(self.params, self._left_out, self._capture.coverage)
 
     def state_dict(self) -> dict[str, Any]:
         """For the user's checkpoint: where the run stands. Everything recorded is safe first."""
@@ -362,28 +359,7 @@ class Run(Tables):
                 "watch(..., overwrite=True) or another folder"
             )
         self._store.truncate(self.step)
-        self._store.update_info(**self._about())
-
-    def _about(self) -> dict[str, Any]:
-        """What run.json says of the run."""
-        coverage = self.coverage()
-        scored = coverage.loc[coverage["status"] == "scored", "size"].sum()
-        trained = coverage.loc[coverage["status"] != "frozen", "size"].sum()
-        groups = [
-            {k: _plain(v) for k, v in g.items() if k != "params"}
-            for g in self.optimizer.param_groups
-        ]
-        return {
-            "model": {
-                "class": type(self.model).__name__,
-                "parameters": int(coverage["size"].sum()),
-            },
-            "optimizer": {"class": type(self.optimizer).__name__, "groups": groups},
-            "coverage": {
-                "share": float(scored / trained) if trained else 0.0,
-                "parameters": coverage.astype({"shape": str}).to_dict("records"),
-            },
-        }
+        self._store.update_info(**describe(self.model, self.optimizer, self.coverage()))
 
     # Bookkeeping
 
@@ -419,10 +395,3 @@ class Run(Tables):
                 "watch(..., offload=True) to keep it in host memory, ignore=[...] for the largest "
                 "layers, or raise memory_limit."
             )
-
-
-def _plain(x: Any) -> Any:
-    """A parameter group's option as JSON has it."""
-    if isinstance(x, Tensor):
-        return x.tolist()
-    return x if isinstance(x, (bool, int, float, str, type(None))) else str(x)
