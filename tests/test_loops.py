@@ -410,6 +410,19 @@ def test_fused_optimizers_receive_scaled_gradients():
     assert np.allclose(values[1.0], values[1024.0], rtol=1e-9)
 
 
+def test_a_model_compiled_after_watching():
+    first = GPT()
+    eager, _, _ = train(plain, copy.deepcopy(first), True)
+    model = copy.deepcopy(first)
+    compiled = torch.compile(model, backend="eager")
+
+    def loop(watched, optimizer, run, step):
+        plain(compiled, optimizer, run, step)
+
+    run, _, _ = train(loop, model, True)
+    assert np.allclose(eager.history()["value"], run.history()["value"], rtol=1e-9)
+
+
 def test_compiled_models_give_the_values_of_eager_ones():
     first = GPT()
     eager, state, _ = train(plain, copy.deepcopy(first), True)
@@ -464,6 +477,9 @@ OPTIMIZERS = {
     "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3, "centered": True, "momentum": 0.5}),
     "adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
     "maximize": (torch.optim.AdamW, {"lr": 1e-3, "maximize": True}),
+    "fused": (torch.optim.AdamW, {"lr": 1e-3, "fused": True}),
+    "foreach": (torch.optim.AdamW, {"lr": 1e-3, "foreach": True}),
+    "tensor-lr": (torch.optim.Adam, {"lr": torch.tensor(1e-3), "foreach": False}),
 }
 
 
@@ -480,6 +496,23 @@ def test_values_add_up_for_every_optimizer(name):
     steps = run.steps()
     scale = run.history()["value"].abs().groupby(run.history()["step"]).sum()
     assert (steps["residual"].abs() <= 0.02 * scale).iloc[5:].all(), steps
+
+
+def test_muon_says_what_its_secant_missed():
+    """The first step does not depend on the gradient's size; later the path integral is complete."""
+    model = GPT()
+    matrices = [p for k, p in model.named_parameters() if p.ndim == 2 and "layers" in k]
+    optimizer = torch.optim.Muon(matrices, lr=1e-3)
+    run = inrun.watch(model, optimizer, validation=[VALIDATION], loss=next_token, audit_every=1)
+    for step in range(8):
+        plain(model, optimizer, run, step)
+    steps = run.steps()
+    assert steps["missed"].iloc[0] > 0.9 and abs(steps["sum"].iloc[0]) < 1e-6
+    scale = run.history()["value"].abs().groupby(run.history()["step"]).sum()
+    good = steps["missed"] < 0.05
+    assert good.sum() >= 2
+    # torch's Muon rounds its update to bfloat16, the path integral does not
+    assert (steps["residual"].abs() <= 0.1 * scale)[good].all(), steps
 
 
 def test_an_optimizer_of_ones_own():
