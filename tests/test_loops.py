@@ -499,7 +499,7 @@ def test_values_add_up_for_every_optimizer(name):
 
 
 def test_muon_says_what_its_secant_missed():
-    """The first step does not depend on the gradient's size; later the path integral is complete."""
+    """The first step ignores the gradient's size; later the path integral is complete."""
     model = GPT()
     matrices = [p for k, p in model.named_parameters() if p.ndim == 2 and "layers" in k]
     optimizer = torch.optim.Muon(matrices, lr=1e-3)

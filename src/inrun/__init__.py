@@ -10,6 +10,7 @@ from inrun.check import Check
 from inrun.errors import BatchError, CaptureError, ValidationError
 from inrun.layout import Layout, register_layout
 from inrun.ledger import LedgerError
+from inrun.logging import log
 from inrun.ops import register_op
 from inrun.rules import register_optimizer
 from inrun.run import Run, watch
@@ -41,6 +42,7 @@ __all__ = [
     "ValidationError",
     "__version__",
     "by_label",
+    "log",
     "open",
     "register_layout",
     "register_op",

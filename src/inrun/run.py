@@ -31,6 +31,7 @@ from inrun.check import PERMUTATIONS, Check
 from inrun.direction import Estimator
 from inrun.errors import BatchError, ValidationError
 from inrun.ledger import Ledger, LedgerError, MemoryLedger, StepRecord, Tables
+from inrun.logging import Summary
 from inrun.ops import Form
 from inrun.rules import rule_for
 from inrun.scoring import Score, Scorer
@@ -152,7 +153,7 @@ def watch(
         raise
 
 
-class Run(Tables):
+class Run(Summary, Tables):
     """A watched training run. Made by :func:`watch`."""
 
     def __init__(
@@ -254,6 +255,7 @@ class Run(Tables):
             _WATCHED.pop(self.optimizer, None)
             self._forget()
             self._ledger.close()
+            self.tally.close()
 
     def __enter__(self) -> Run:
         return self
@@ -336,12 +338,12 @@ class Run(Tables):
             audit = every > 0 and self.step % every == 0
             score = self._scorer.score(self.step, micros, self._gradients, ids, audit, check)
         self._begin()
-        self._ledger.append(
-            StepRecord(
-                self.step, ids, score.values, lr, float(self.config.every), score.void,
-                score.audit, score.missed,
-            )
+        record = StepRecord(
+            self.step, ids, score.values, lr, float(self.config.every), score.void,
+            score.audit, score.missed,
         )  # fmt: skip
+        self._ledger.append(record)
+        self.tally.add(record)
 
     def _begin(self) -> None:
         """Before the first record: an existing folder is continued, overwritten or refused."""
