@@ -88,18 +88,30 @@ def _single(x: Any) -> Any:
     return x.float() if half else x
 
 
-@contextmanager
-def weights_at(moved: Sequence[Moved], x: float | None) -> Iterator[None]:
-    """The model with the weights of a point of the path; then its own, the very same memory."""
-    if x is None:
-        yield
-        return
-    own = [m.p.data for m in moved]
-    try:
-        with torch.no_grad():
-            for m in moved:
-                m.p.data = m.at(x)
-        yield
-    finally:
-        for m, data in zip(moved, own, strict=True):
-            m.p.data = data
+class Path:
+    """The way from the weights without the batch to those with it, for one step."""
+
+    def __init__(self, moved: Sequence[Moved]) -> None:
+        self.moved = moved
+        self._points: dict[float, list[Tensor]] = {}  # kept: every target comes back to them
+
+    @contextmanager
+    def weights(self, x: float | None) -> Iterator[None]:
+        """The model with the weights of a point of the path; then its own, the very same memory.
+
+        None is w_t: nothing changes.
+        """
+        if x is None:
+            yield
+            return
+        own = [m.p.data for m in self.moved]
+        try:
+            if x not in self._points:
+                with torch.no_grad():
+                    self._points[x] = [m.at(x) for m in self.moved]
+            for m, w in zip(self.moved, self._points[x], strict=True):
+                m.p.data = w
+            yield
+        finally:
+            for m, data in zip(self.moved, own, strict=True):
+                m.p.data = data

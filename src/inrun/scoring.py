@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from inrun import reference
 from inrun.check import EXACT_UP_TO, Check
 from inrun.clipping import Clipping, ClippingWatch
-from inrun.direction import POINTS, Estimator, Moved, weights_at
+from inrun.direction import POINTS, Estimator, Moved, Path
 from inrun.errors import CaptureError
 from inrun.ledger import Audit
 from inrun.nodes import directions, pull_back
@@ -86,32 +86,47 @@ class Scorer:
             clipping = clipping.spread(G, sum(m.energy() for m in micros))
         zero = [_cancelling(k, g, micros) for k, g in zip(names, G, strict=True)]
 
+        path = Path(moved)
         self.validator.autocast = micros[-1].autocast
         self.validator.draw()
         values = np.zeros((len(self.estimators), len(self.targets), len(ids)))
         maps = [[m.map(e.kind) for m in mine] for e in self.estimators]
-        for q, target in enumerate(self.targets):
-            gradients: dict[float | None, list[Tensor]] = {}
-            for x in dict.fromkeys(x for e in self.estimators for x in POINTS[e.point]):
-                with weights_at(moved, x):
-                    loss, gradients[x] = self.validator.gradient(q, [m.p for m in mine])
-                if not bool(torch.isfinite(loss)):
-                    return Score(void=f"the validation loss of '{target}' is {float(loss)}")
-            for e, estimator in enumerate(self.estimators):
-                v = _mean([gradients[x] for x in POINTS[estimator.point]])
-                u = [f(x.to(m.g.dtype)) for f, x, m in zip(maps[e], v, mine, strict=True)]
-                u = [
-                    x if z is None else x.masked_fill(z, 0.0) for x, z in zip(u, zero, strict=True)
-                ]
-                u = (clipping if estimator.kind == "secant" else fixed).carry(u, G)
-                values[e, q] = _contract(dict(zip(names, u, strict=True)), micros)
-                if not np.isfinite(values[e, q]).all():
-                    return Score(void=f"the values for '{target}' are not finite")
-                if not self._verify(step, names, u, G, values[e, q], micros):
-                    return Score(void="captured gradients do not add up to .grad")
-        if check is not None:
-            self._compare(check, step, ids, names, micros, G, values[0].mean(axis=0), clipping)
-        return Score(values, None, self._audit(moved) if audit else None, _missed(mine))
+        measured = None
+        with self.validator.evaluating():
+            for q, target in enumerate(self.targets):
+                gradients = self._gradients(q, path, mine)
+                if gradients is None:
+                    return Score(void=f"the validation loss of '{target}' is not finite")
+                for e, estimator in enumerate(self.estimators):
+                    v = _mean([gradients[x] for x in POINTS[estimator.point]])
+                    u = [f(x.to(m.g.dtype)) for f, x, m in zip(maps[e], v, mine, strict=True)]
+                    u = [
+                        x if z is None else x.masked_fill(z, 0.0)
+                        for x, z in zip(u, zero, strict=True)
+                    ]
+                    u = (clipping if estimator.kind == "secant" else fixed).carry(u, G)
+                    values[e, q] = _contract(dict(zip(names, u, strict=True)), micros)
+                    if not np.isfinite(values[e, q]).all():
+                        return Score(void=f"the values for '{target}' are not finite")
+                    if not self._verify(step, names, u, G, values[e, q], micros):
+                        return Score(void="captured gradients do not add up to .grad")
+            if check is not None:
+                self._compare(check, step, ids, names, micros, G, values[0].mean(axis=0), clipping)
+            if audit:
+                measured = self._audit(path)
+        return Score(values, None, measured, _missed(mine))
+
+    def _gradients(
+        self, q: int, path: Path, mine: list[Moved]
+    ) -> dict[float | None, list[Tensor]] | None:
+        """The target's gradient at every point that an estimator asks for; None if not finite."""
+        gradients: dict[float | None, list[Tensor]] = {}
+        for x in dict.fromkeys(x for e in self.estimators for x in POINTS[e.point]):
+            with path.weights(x):
+                loss, gradients[x] = self.validator.gradient(q, [m.p for m in mine])
+            if not bool(torch.isfinite(loss)):
+                return None
+        return gradients
 
     def _moved(self) -> list[Moved]:
         """All parameters that this step will move."""
@@ -138,10 +153,10 @@ class Scorer:
             scale = 1.0 / self.scaler.get_scale()
         return self._clipping.recognise(G, [m.g for m in mine], scale)
 
-    def _audit(self, moved: list[Moved]) -> Audit:
+    def _audit(self, path: Path) -> Audit:
         measured = []
         for x in (None, 0.0, 1.0):
-            with weights_at(moved, x):
+            with path.weights(x):
                 measured.append(np.array(self.validator.losses()))
         return Audit(*measured)
 

@@ -75,6 +75,8 @@ class Batches:
 
     def _draw(self, index: int) -> Any:
         assert self._iterator is not None
+        if isinstance(self.source, (list, tuple)):
+            return next(self._iterator, _END)
         with seeded(self.seed, self.epoch, index + 1):
             return next(self._iterator, _END)
 
@@ -93,7 +95,7 @@ def seeded(*key: int) -> Iterator[None]:
     """Random states of Python, numpy and torch set by ``key`` inside, and as before outside."""
     python, array, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    seed = int(np.random.SeedSequence(key).generate_state(1)[0])
+    seed = hash(key) % 2**32
     try:
         random.seed(seed)
         np.random.seed(seed)
@@ -126,7 +128,10 @@ def model_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 class Validator:
-    """Losses and gradients of the targets' current batches at the model's current weights."""
+    """Losses and gradients of the targets' current batches at the model's current weights.
+
+    ``losses`` and ``gradient`` are called inside ``evaluating()``.
+    """
 
     def __init__(
         self,
@@ -160,7 +165,7 @@ class Validator:
 
     def losses(self) -> list[float]:
         """ℓ of each target."""
-        with torch.no_grad(), self._pass():
+        with torch.no_grad():
             return [
                 float(sum(w * self._loss(q, b) for w, b in self._parts(q)))
                 for q in range(len(self.targets))
@@ -184,7 +189,7 @@ class Validator:
         for scale in (2.0**16, 2.0**10, 2.0**4, 1.0) if half else (1.0,):
             total = torch.zeros((), dtype=torch.float64)
             grads: list[Tensor] = []
-            with torch.enable_grad(), self._pass():
+            with torch.enable_grad():
                 for weight, batch in self._parts(q):
                     loss, new = self._differentiate(q, batch, weight * scale, params)
                     total = total + loss.double().cpu() * weight
@@ -246,8 +251,9 @@ class Validator:
         return loss.reshape(())
 
     @contextmanager
-    def _pass(self) -> Iterator[None]:
-        """Evaluation mode, the training's autocast, a random state of its own."""
+    def evaluating(self) -> Iterator[None]:
+        """Around all passes of a step: evaluation mode, the training's autocast, a random state
+        of their own."""
         modes = [(m, m.training) for m in self.model.modules()]
         device, enabled, dtype = self.autocast or ("cpu", False, torch.bfloat16)
         try:
