@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from inrun.check import Check
 from inrun.errors import BatchError, CaptureError, ValidationError
-from inrun.layout import Layout, register_layout
+from inrun.follow import register_layout
+from inrun.layout import Layout
 from inrun.ledger import LedgerError
 from inrun.logging import log
 from inrun.ops import register_op

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from inrun.errors import BatchError
+from inrun.ops import Form
+
+
+@dataclass(frozen=True)
+class Config:
+    """The choices of a run that its numbers depend on."""
+
+    estimator: tuple[str, ...]
+    point: str | None
+    training: str
+    audit_every: int
+    per_step: int
+    every: int
+    batch_dim: int
+    ignore: tuple[str, ...]
+    form: Form
+    seed: int
 
 
 def as_ids(ids: Any, kind: type | None) -> tuple[np.ndarray, type]:
@@ -74,6 +92,12 @@ def scored_parameters(
             "to watch (was the optimizer made from another model, or before freezing?)"
         )
     return scored, others
+
+
+def trainable(model: nn.Module, optimizer: Optimizer) -> tuple[int, ...]:
+    """Changes when a layer is frozen or unfrozen, or the optimizer gets more parameters."""
+    held = sum(len(group["params"]) for group in optimizer.param_groups)
+    return (held, *(id(p) for p in model.parameters() if p.requires_grad))
 
 
 def coverage_table(

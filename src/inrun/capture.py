@@ -30,8 +30,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from inrun.errors import BatchError, CaptureError
-from inrun.layout import Layout, follow, in_place, name_of, tensors_in
+from inrun.errors import nothing_recorded, random_parameter, refusal
+from inrun.follow import follow, written
+from inrun.layout import Layout, in_place, name_of, tensors_in
 from inrun.nodes import Node
 from inrun.ops import Call, Dense, Form, op_rule, replay
 from inrun.tap import (
@@ -41,6 +42,7 @@ from inrun.tap import (
     composite,
     own,
     own_tensors,
+    put,
     saved_tensors_hooks,
     shape_of,
     storage_key,
@@ -53,6 +55,9 @@ class _Kind:
 
 
 CONSTANT, UNKNOWN, OUTSIDE = _Kind("constant"), _Kind("unknown"), _Kind("outside")
+_COLLATED = ("stack", "cat", "concat", "concatenate", "vstack", "pad_sequence")
+_RANDOM = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
+           "feature_alpha_dropout", "bernoulli", "rrelu", "gumbel_softmax")  # fmt: skip
 _PASS = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
@@ -66,7 +71,8 @@ class Capture:
         form: force the ghost or the materialised form where an operation has both.
         fast: form weight gradients as sums of per-example gradients.
         offload: keep records in host memory.
-        limit: bytes the records of one step may take on a device; None leaves it to the run.
+        check_memory: called with the bytes of every record that is kept.
+        on_first_gradient: called in each batch before anything is added to .grad.
     """
 
     def __init__(
@@ -79,11 +85,12 @@ class Capture:
         fast: bool = False,
         offload: bool = False,
         check_memory: Callable[[int], None] = lambda new: None,
+        on_first_gradient: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model
-        self.nodes = {p: Node.parameter(name, p) for name, p in params.items()}
+        self.watch(params)
         self.batch_dim, self.form, self.fast, self.offload = batch_dim, form, fast, offload
-        self.check_memory = check_memory
+        self.check_memory, self.on_first_gradient = check_memory, on_first_gradient
         self.coverage: dict[str, set[tuple[str, str]]] = {}
         self.live: MicroBatch | None = None
         self._mode = _Mode(self)
@@ -93,6 +100,10 @@ class Capture:
         self._shapes: list[tuple[int, ...]] = []
         self._reentered = threading.local()
         self._hooks: list[Any] = []
+
+    def watch(self, params: Mapping[str, Tensor]) -> None:
+        """The parameters to score, from the next batch on."""
+        self.nodes = {p: Node.parameter(name, p) for name, p in params.items()}
 
     @contextmanager
     def batch(self, B: int) -> Iterator[MicroBatch]:
@@ -105,7 +116,9 @@ class Capture:
             with torch.compiler.set_stance("force_eager"), self._mode:
                 yield self.live
             if not self.live.fired:
-                raise self._nothing_recorded(self.live)
+                raise nothing_recorded(
+                    self.live.B, self.batch_dim, [] if self.live.met else self._shapes
+                )
         finally:
             self.live = None
             for handle in self._hooks:
@@ -124,6 +137,8 @@ class Capture:
         infos = [self._find(t) for t in tensors]
         parametric = any(type(x) is Node for x in infos)
         batched = any(type(x) is Layout or x is UNKNOWN for x in infos)
+        if parametric and torch.is_grad_enabled() and name_of(func) == "setitem":
+            return self._write_parameter(func, args, batched)
         if parametric and batched and torch.is_grad_enabled():
             return self._meet(func, args, kwargs)
         if parametric and batched:  # no gradients: the first pass of a reentrant checkpoint
@@ -156,7 +171,7 @@ class Capture:
             if known is not None:
                 return known
         if t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B:
-            return Layout(self.batch_dim)
+            return Layout(self.batch_dim, guessed=True)
         if t.ndim == 0:
             return CONSTANT
         self._shapes.append(tuple(t.shape))
@@ -168,23 +183,39 @@ class Capture:
 
     def _note_batched(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         assert self.live is not None
-        if name_of(func) == "setitem":
-            self._note_written(args[0], args[2])
+        name = name_of(func)
+        if name == "setitem":
+            self._note_written(*args)
         for t in tensors_in(out):
-            layout = follow(func, args, kwargs, t, self._layout, self.live.B)
-            self._remember(t, layout)
+            if name.startswith("new_") or self._only_converted(name, args):
+                self._info[t] = CONSTANT
+            elif name in _COLLATED and self._collated(t, args, kwargs):
+                self._remember(t, Layout(self.batch_dim, guessed=True))
+            else:
+                layout = follow(func, args, kwargs, t, self._layout, self.live.B)
+                self._remember(t, layout)
 
-    def _note_written(self, target: Tensor, value: Any) -> None:
-        """``target[...] = value``: the target takes the value's examples, from the right."""
+    def _only_converted(self, name: str, args: Any) -> bool:
+        """``positions.type_as(x)``: a constant stays one."""
+        return name in ("to", "type_as") and bool(args) and self._find(args[0]) is CONSTANT
+
+    def _collated(self, t: Tensor, args: Any, kwargs: Any) -> bool:
+        """Rows put together inside the block: where one row came from says nothing of the whole."""
         assert self.live is not None
-        if self._layout(target) is not None:
-            return
+        layouts = [self._layout(x) for x in tensors_in(args, kwargs)]
+        if not all(x is None or x.guessed for x in layouts):
+            return False
+        return t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B
+
+    def _note_written(self, target: Tensor, index: Any, value: Any) -> None:
+        """``target[index] = value``: a target without examples takes the value's."""
+        assert self.live is not None
         found = self._layout(value)
-        if found is not None:
-            dim = found.dim + target.ndim - value.ndim
-            size = found.outer * self.live.B * found.inner
-            found = replace(found, dim=dim) if dim >= 0 and target.shape[dim] == size else None
-        self._remember(target, found)
+        if self._layout(target) is None:
+            self._remember(
+                target,
+                None if found is None else written(target, index, value, found, self.live.B),
+            )
 
     def _remember(self, t: Tensor, layout: Layout | None) -> None:
         self._info[t] = layout or UNKNOWN
@@ -192,6 +223,8 @@ class Capture:
             self._by_storage[storage_key(t)] = layout
 
     def _note_parametric(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if name_of(func) in _RANDOM and out is not args[0] and _is_random(args, kwargs):
+            raise random_parameter(name_of(func), self._find(args[0]).roots)
         leaves, spec = tree_flatten((args, kwargs))
         infos = [self._find(x) if isinstance(x, Tensor) else None for x in leaves]
         same = [id(x) for x in leaves]
@@ -235,16 +268,19 @@ class Capture:
             if summable and weight is not None:
                 operand = leaves[weight]
                 leaves[weight] = operand.detach()
-                args, kwargs = tree_unflatten(leaves, spec)
-        out = func(*args, **kwargs)
+        if operand is None:
+            out = func(*args, **kwargs)
+        else:
+            detached_args, detached_kwargs = tree_unflatten(leaves, spec)
+            out = func(*detached_args, **detached_kwargs)
         if not isinstance(out, Tensor) or pure is None:
-            raise self._refusal(call, tensors_in(out), "it has no rule")
+            raise refusal(call, tensors_in(out), "it has no rule")
         if not out.requires_grad and operand is None:
             self._note_batched(func, args, kwargs, out)
             return out
         layout = follow(func, args, kwargs, out, self._layout, self.live.B)
         if layout is None:
-            raise self._refusal(call, [out], "the examples cannot be told apart in its output")
+            raise refusal(call, [out], "the examples cannot be told apart in its output")
         if saved_tensors_hooks():
             self._expect_recomputation()
         device = out.device.type
@@ -252,20 +288,47 @@ class Capture:
         self.live.autocast = device, on, dtype
         call = replace(call, layout=layout, autocast=self.live.autocast)
         tap = Tapped(
-            call, rule.records if rule else replay, self.live, weight, self.receive, self._refusal
+            call, rule.records if rule else replay, self.live, weight, self.receive, refusal
         )
         out = Tap.apply(own(out), operand, tap)
         self._remember(out, layout)
         return out
 
+    def _write_parameter(self, func: Any, args: Any, batched: bool) -> None:
+        """``target[index] = parameter``: as an operation that gives a new target."""
+        target, index, value = args
+        before = target.detach().clone()
+        self._info[before] = self._find(target)
+        func(target, index, value)
+        pure = (before, index, value)
+        if not batched:
+            self._note_parametric(put, pure, {}, target)
+            return
+        layout = self._layout(before)
+        leaves, spec = tree_flatten((pure, {}))
+        infos = [self._find(x) if isinstance(x, Tensor) else None for x in leaves]
+        nodes = tuple(x if type(x) is Node else None for x in infos)
+        layouts = tuple(x if type(x) is Layout else None for x in infos)
+        saved = tuple(x.detach() if isinstance(x, Tensor) else x for x in leaves)
+        assert self.live is not None
+        call = Call(put, spec, saved, nodes, layouts, layout or Layout(0), self.live.B, self.form)
+        if layout is None or target._is_view():
+            raise refusal(call, [target], "the examples cannot be told apart in the target")
+        self.live.met = True
+        tap = Tapped(call, replay, self.live, None, self.receive, refusal)
+        self._remember(Tap.apply(target, None, tap), layout)
+
     def receive(self, tap: Tapped, call: Call, delta: Tensor) -> Tensor | None:
         """δ has arrived: keep the records; the sum over examples of the operand's, if asked."""
+        if not tap.micro.fired:
+            tap.micro.fired = True
+            self.on_first_gradient()
         total = None
         operand = call.nodes[tap.weight] if tap.weight is not None else None
         try:
             pairs = list(tap.rule(call, delta))
         except NotImplementedError as e:
-            raise self._refusal(call, [delta], str(e)) from None
+            raise refusal(call, [delta], str(e)) from None
         for node, record in pairs:
             for root in node.roots:
                 form = type(record).__name__.lower()
@@ -278,34 +341,7 @@ class Capture:
             before = tap.micro.bytes
             tap.micro.add(node, record)
             self.check_memory(tap.micro.bytes - before)
-        tap.micro.fired = True
         return total
-
-    # Errors
-
-    def _refusal(self, call: Call, outs: list[Tensor], why: str) -> CaptureError:
-        names = sorted({r for n in call.nodes if n is not None for r in n.roots})
-        inputs = [tuple(x.shape) for x in call.leaves if isinstance(x, Tensor)]
-        return CaptureError(
-            f"parameter {', '.join(names)} takes part in the operation '{call.name}' "
-            f"(inputs of shape {inputs}, output {[tuple(t.shape) for t in outs]}), and {why}. "
-            "If the batch dimension is not the first, pass watch(..., batch_dim=...). Otherwise "
-            f"leave the parameter out with watch(..., ignore={names!r}), or teach inrun the "
-            "operation with inrun.register_layout (where the examples are in its output) and "
-            "inrun.register_op (docs/operations.md)."
-        )
-
-    def _nothing_recorded(self, micro: MicroBatch) -> Exception:
-        if self._shapes and not micro.met:
-            return BatchError(
-                f"run.batch got {micro.B} ids, but no tensor that entered the model has size "
-                f"{micro.B} in dimension {self.batch_dim}; shapes seen: {self._shapes[:4]}. Pass "
-                "one id per example, or watch(..., batch_dim=...) if the examples are elsewhere."
-            )
-        return BatchError(
-            "no backward() ran through the model inside run.batch(ids), so there is nothing to "
-            "score. Call the forward pass and loss.backward() inside the with block."
-        )
 
     # Activation checkpointing recomputes in the autograd engine, where no mode is on. Hooks on the
     # modules turn it on again; they are there only from the moment checkpointing is seen.
@@ -336,3 +372,10 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.capture.call(func, args, kwargs or {})
+
+
+def _is_random(args: Any, kwargs: Any) -> bool:
+    """``dropout(x, p, training)`` does nothing when it is not training or p is 0."""
+    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    return bool(training) and p != 0

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from inrun.ops import Call
+
 
 class CaptureError(RuntimeError):
     """A parameter cannot be scored: the message names it, the operation and the ways out."""
@@ -13,3 +21,44 @@ class BatchError(ValueError):
 
 class ValidationError(ValueError):
     """The validation data or its loss cannot be used."""
+
+
+def refusal(call: Call, outs: Sequence[Tensor], why: str) -> CaptureError:
+    """A parameter met the examples in an operation that cannot be scored."""
+    names = sorted({r for n in call.nodes if n is not None for r in n.roots})
+    inputs = [tuple(x.shape) for x in call.leaves if isinstance(x, Tensor)]
+    return CaptureError(
+        f"parameter {', '.join(names)} takes part in the operation '{call.name}' "
+        f"(inputs of shape {inputs}, output {[tuple(t.shape) for t in outs]}), and {why}. "
+        "If the batch dimension is not the first, pass watch(..., batch_dim=...). A constant that "
+        "is not part of the model should be one of its buffers (register_buffer), and a penalty on "
+        "weights belongs into the optimizer's weight_decay: it has no example. Otherwise leave the "
+        f"parameter out with watch(..., ignore={names!r}), or teach inrun the operation with "
+        "inrun.register_layout (where the examples are in its output) and inrun.register_op "
+        "(docs/operations.md)."
+    )
+
+
+def random_parameter(operation: str, roots: Collection[str]) -> CaptureError:
+    """Dropout and the like on something made of parameters alone."""
+    names = sorted(roots)
+    return CaptureError(
+        f"parameter {', '.join(names)} goes through '{operation}' before it meets an example: its "
+        "random choice cannot be made again when the parameter is scored. Apply it after the "
+        f"example is there, or leave it out with watch(..., ignore={names!r})."
+    )
+
+
+def nothing_recorded(B: int, batch_dim: int, shapes: Sequence[tuple[int, ...]]) -> BatchError:
+    """``shapes``: what entered the forward pass, if no parameter met an example."""
+    if shapes:
+        return BatchError(
+            f"run.batch got {B} ids, but no tensor that entered the model has size {B} in "
+            f"dimension {batch_dim}; shapes seen: {list(shapes[:4])}. Pass one id per example, or "
+            "watch(..., batch_dim=...) if the examples are elsewhere."
+        )
+    return BatchError(
+        "no backward() ran from an example through the model inside run.batch(ids), so there is "
+        "nothing to score. Make the batch before the with block, and call the forward pass and "
+        "loss.backward() inside it."
+    )

@@ -8,14 +8,16 @@ gradients never have to be pulled back through it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as fwd
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from inrun.ops.derivative import along
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,27 +51,21 @@ def directions(node: Node, u: Mapping[str, Tensor]) -> Tensor | None:
         return u.get(node.name)
     if not node.roots & u.keys():
         return None
-    with torch.no_grad(), fwd.dual_level():
-        inputs = {
-            x.name: fwd.make_dual(x.param.detach(), u[x.name].to(x.param.dtype))
-            if x.name in u
-            else x.param.detach()
-            for x in _parameters(node)
-            if x.param is not None
-        }
-        return fwd.unpack_dual(_evaluate(node, inputs, {})).tangent
+    params = _parameters(node)
+    moving = [k for k in params if k in u]
+
+    def value(moved: Sequence[Tensor]) -> Tensor:
+        return _evaluate(node, {**params, **dict(zip(moving, moved, strict=True))}, {})
+
+    return along(value, [params[k] for k in moving], [u[k] for k in moving])
 
 
 def pull_back(node: Node, rows: Tensor) -> dict[str, Tensor]:
     """Per-example gradients [B, *node] as per-example gradients [B, *W] of each parameter."""
     if node.param is not None:
         return {node.name: rows}
-    with torch.enable_grad():
-        inputs = {
-            x.name: x.param.detach().requires_grad_()
-            for x in _parameters(node)
-            if x.param is not None
-        }
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        inputs = {k: p.clone().requires_grad_() for k, p in _parameters(node).items()}
         out = _evaluate(node, inputs, {})
         grads = [
             torch.autograd.grad(out, list(inputs.values()), g.to(out.dtype), retain_graph=True)
@@ -78,10 +74,11 @@ def pull_back(node: Node, rows: Tensor) -> dict[str, Tensor]:
     return {k: torch.stack(g) for k, g in zip(inputs, zip(*grads, strict=True), strict=True)}
 
 
-def _parameters(node: Node) -> list[Node]:
+def _parameters(node: Node) -> dict[str, Tensor]:
     if node.param is not None:
-        return [node]
-    return [x for n in node.leaves if isinstance(n, Node) for x in _parameters(n)]
+        return {node.name: node.param.detach()}
+    parts = [_parameters(n) for n in node.leaves if isinstance(n, Node)]
+    return {k: p for part in parts for k, p in part.items()}
 
 
 def _evaluate(node: Node, inputs: Mapping[str, Tensor], done: dict[int, Tensor]) -> Tensor:

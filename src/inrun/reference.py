@@ -163,6 +163,9 @@ def stepped(
     itself, its state and its parameters are not changed.
     """
     twin = copy.deepcopy(optimizer)
+    for name, value in vars(optimizer).items():  # attributes of subclasses are not in its state
+        if not name.startswith("_optimizer") and name not in ("grad_scale", "found_inf"):
+            vars(twin).setdefault(name, value)
     params = [p for group in twin.param_groups for p in group["params"]]
     for p, g in zip(params, gradients, strict=True):
         p.grad = None if g is None else (g if scale is None else g / scale).clone()

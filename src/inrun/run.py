@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from inrun.bookkeeping import (
+    Config,
     as_ids,
     coverage_table,
     describe,
     free_memory,
     scored_parameters,
+    trainable,
 )
 from inrun.capture import Capture
 from inrun.check import PERMUTATIONS, Check
@@ -39,22 +41,6 @@ from inrun.tap import MicroBatch
 from inrun.validation import Loss, Validator
 
 _WATCHED: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class Config:
-    """The choices of a run that its numbers depend on."""
-
-    estimator: tuple[str, ...]
-    point: str | None
-    training: str
-    audit_every: int
-    per_step: int
-    every: int
-    batch_dim: int
-    ignore: tuple[str, ...]
-    form: Form
-    seed: int
 
 
 def watch(
@@ -174,6 +160,7 @@ class Run(Summary, Tables):
         self._names = config.estimator
         self.targets = [t.name for t in validator.targets]
         self.params, self._left_out = scored_parameters(model, optimizer, config.ignore)
+        self._trainable = trainable(model, optimizer)
         self.step = 0  # optimizer steps so far
         self.unwatched = 0  # of these, steps without a batch
         self._validator, self._ledger = validator, ledger
@@ -186,6 +173,7 @@ class Run(Summary, Tables):
         self._capture = Capture(
             model, self.params, batch_dim=config.batch_dim, form=config.form,
             fast=config.training == "fast", offload=offload, check_memory=self._account,
+            on_first_gradient=self._drop_skipped,
         )  # fmt: skip
         self._pending: list[tuple[np.ndarray, MicroBatch | None]] = []
         self._gradients: dict[str, Tensor] = {}  # as the batches left them
@@ -218,8 +206,9 @@ class Run(Summary, Tables):
             raise BatchError("run.batch inside run.batch: one batch at a time")
         array, self._id_type = as_ids(ids, self._id_type)
         self._depth = 0  # a step that failed left it raised
-        self._drop_skipped()
+        self._rescan()
         if not self._chosen():
+            self._drop_skipped()
             yield
             self._pending.append((array, None))
             return
@@ -230,6 +219,8 @@ class Run(Summary, Tables):
         except BaseException:
             self._held = held
             raise
+        if not self._hooks:  # closed inside the block
+            return
         self._pending.append((array, micro))
         self._gradients = {
             k: p.grad.detach().clone() for k, p in self.params.items() if p.grad is not None
@@ -372,6 +363,16 @@ class Run(Summary, Tables):
         return bool(
             np.random.default_rng((self.config.seed, self.step)).integers(self.config.every) == 0
         )
+
+    def _rescan(self) -> None:
+        """Layers may have been frozen or unfrozen, or added to the optimizer."""
+        now = trainable(self.model, self.optimizer)
+        if now != self._trainable:
+            self._trainable = now
+            params, left_out = scored_parameters(self.model, self.optimizer, self.config.ignore)
+            self.params, self._left_out = params, left_out
+            self._scorer.params = params
+            self._capture.watch(params)
 
     def _drop_skipped(self) -> None:
         """Captures of a step that never came (GradScaler skipped it): gradients are gone."""

@@ -188,8 +188,9 @@ class Scorer:
             return True
         message = (
             f"step {step}: the captured per-example gradients do not add up to .grad "
-            f"(⟨u, Σg_i⟩ = {values.sum():.6g}, ⟨u, G⟩ = {expected:.6g}). Part of the gradient "
-            "comes from outside run.batch(ids), or from an operation that was not seen"
+            f"(⟨u, Σg_i⟩ = {values.sum():.6g}, ⟨u, G⟩ = {expected:.6g}). Possible causes: "
+            "gradients from outside run.batch(ids); clipping, unscaling or torch.autograd.grad "
+            "inside it; a hook that changes a parameter's gradient; a custom autograd function"
         )
         if self._verified:
             warnings.warn(message + "; the step is recorded as void.", stacklevel=8)

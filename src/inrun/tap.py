@@ -98,6 +98,13 @@ def own_tensors(model: nn.Module) -> set[int]:
     return own
 
 
+def put(target: Tensor, index: Any, value: Tensor) -> Tensor:
+    """``target[index] = value`` as a function."""
+    out = target.clone()
+    out[index] = value
+    return out
+
+
 def shape_of(x: Tensor) -> Tensor:
     """A tensor of this shape and type that takes no memory."""
     return x.detach().new_zeros(()).expand(x.shape)
@@ -105,7 +112,9 @@ def shape_of(x: Tensor) -> Tensor:
 
 def own(out: Tensor) -> Tensor:
     """The tap marks its input as written to; a node that saved its own output needs a copy."""
-    saves = out.grad_fn is not None and "_saved_result" in dir(type(out.grad_fn))
+    saves = out.grad_fn is not None and any(
+        name in ("_saved_result", "_saved_output", "_saved_out") for name in dir(type(out.grad_fn))
+    )
     return out.clone() if saves or out._is_view() else out
 
 

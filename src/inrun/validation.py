@@ -154,6 +154,7 @@ class Validator:
         self.autocast: tuple[str, bool, torch.dtype] | None = None
         self._batches: list[list[Any]] = []
         self._reentrant = False
+        self._buffers = Buffers(model)
 
     def draw(self) -> None:
         """Move every target on to its next ``per_step`` batches."""
@@ -261,6 +262,7 @@ class Validator:
                 m.training = False
             with (
                 warnings.catch_warnings(),
+                self._buffers.kept(),
                 seeded(0),
                 torch.compiler.set_stance("force_eager"),
                 torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False),
@@ -278,6 +280,42 @@ class Validator:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for t in self.targets:
             t.load_state_dict(state[t.name])
+
+
+class Buffers:
+    """Puts back what a forward pass in evaluation mode writes into the model's buffers.
+
+    Few models do that. The first time all buffers are copied; after that only those that were
+    written to.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._written: set[tuple[int, str]] | None = None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        before = [
+            (module, name, t, t._version, self._copy(module, name, t))
+            for module in self.model.modules()
+            for name, t in module._buffers.items()
+            if t is not None
+        ]
+        written = self._written or set()
+        try:
+            yield
+        finally:
+            for module, name, t, version, copy in before:
+                module._buffers[name] = t
+                if t._version != version:
+                    written.add((id(module), name))
+                    if copy is not None:
+                        t.data.copy_(copy)
+            self._written = written
+
+    def _copy(self, module: nn.Module, name: str, t: Tensor) -> Tensor | None:
+        wanted = self._written is None or (id(module), name) in self._written
+        return t.detach().clone() if wanted else None
 
 
 def _backward(loss: Tensor, params: Sequence[Tensor]) -> tuple[Tensor | None, ...]:

@@ -16,7 +16,7 @@ from inrun.ops.records import Record
 
 @register_op("scaled_dot_product_attention")
 def attention(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
-    """Replayed with the kernel that can be differentiated forwards: the fused ones cannot."""
+    """Replayed with the plain kernel: the fused ones cannot be differentiated forwards."""
     if call.value(4, "dropout_p", 0.0) > 0:
         raise NotImplementedError("dropout on attention weights cannot be replayed")
     yield from replay(replace(call, func=_plain), delta)

@@ -58,6 +58,16 @@ class Call:
         found = args[position] if position < len(args) else kwargs.get(keyword)
         return found if isinstance(found, int) else None
 
+    def places(self, position: int, keyword: str) -> list[int]:
+        """The leaves of an argument that is a list."""
+        args, kwargs = self._places
+        return list(args[position] if position < len(args) else kwargs[keyword])
+
+    def channels(self, full: Tensor) -> Tensor:
+        """[examples, C, …] summed to [B, C]."""
+        merged = self.layout.outer * self.layout.inner
+        return self.split(full).reshape(self.B, merged, full.shape[1], -1).sum((1, 3))
+
     def value(self, position: int, keyword: str, default: Any = None) -> Any:
         """The value of an argument, whole (a list stays a list)."""
         args, kwargs = self._values

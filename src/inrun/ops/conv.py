@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inrun.layout import Layout
 from inrun.ops.call import Call, op_rule, register_op, replay_leaf
 from inrun.ops.records import Dense, Record
 
@@ -17,7 +18,8 @@ _ARGS = ((3, "stride", 1), (5, "dilation", 1))
 
 def _sizes(call: Call) -> tuple[int, int] | None:
     """Ghost keeps input and error; the error is about as large as the input."""
-    if (call.layout.outer, call.layout.inner) != (1, 1) or not call.batched(0, "input"):
+    leaf = call.at(0, "input")
+    if leaf is None or call.layouts[leaf] != Layout(0):
         return None
     return 2 * call.value(0, "input").numel() // call.B, call.value(1, "weight").numel()
 
@@ -37,7 +39,7 @@ def conv(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
             bare = call if bias is None else _without(call, bias)
             yield call.nodes[leaf], replay_leaf(bare, leaf, delta, linear=True)
     if (b := call.node(2, "bias")) is not None:
-        yield b, Dense(call.split(delta).flatten(2).sum(2))
+        yield b, Dense(call.channels(delta))
 
 
 def _without(call: Call, leaf: int) -> Call:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from inrun.ops.call import Call, reduce_to, register_op, replay, replay_leaf
-from inrun.ops.records import Aligned, Record
+from inrun.ops.records import Aligned, Record, Replay
 
 
 @register_op("add", "sub", "rsub")
@@ -20,7 +20,15 @@ def add(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
         leaf = call.at(position, keyword)
         if leaf is not None and call.nodes[leaf] is not None:
             full = delta if sign == 1 else delta * sign
-            yield call.nodes[leaf], reduce_to(call, full, leaf) or replay_leaf(call, leaf, delta)
+            yield call.nodes[leaf], reduce_to(call, full, leaf) or _expanded(call, leaf, full)
+
+
+def _expanded(call: Call, leaf: int, full: Tensor) -> Record:
+    """An operand that spans merged examples: its gradient is δ itself, in their layout."""
+    return Replay(
+        apply=lambda W: W.expand(full.shape), split=call.split, delta=call.split(full),
+        value=call.leaves[leaf].contiguous(), linear=True,
+    )  # fmt: skip
 
 
 @register_op("mul", "multiply")
@@ -38,12 +46,13 @@ def mul(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
 def cat(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """Each operand's gradient is its part of δ."""
     parts = call.value(0, "tensors")
+    places = call.places(0, "tensors")
     dim = call.value(1, "dim", 0) % delta.ndim
     if (call.layout.outer, call.layout.inner) != (1, 1):
         yield from replay(call, delta)
         return
     start = 0
-    for leaf, part in enumerate(parts):  # the list comes first: its leaves are 0, 1, …
+    for leaf, part in zip(places, parts, strict=True):
         size = part.shape[dim]
         if call.nodes[leaf] is not None:
             own = delta.narrow(dim, start, size).movedim(call.layout.dim, 0)

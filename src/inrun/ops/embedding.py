@@ -26,6 +26,8 @@ def embedding(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
         raise NotImplementedError("max_norm rewrites the table during the forward pass")
     if call.value(5 if functional else 3, "scale_grad_by_freq", False):
         raise NotImplementedError("scale_grad_by_freq mixes the examples' gradients")
+    if call.value(6 if functional else 4, "sparse", False):
+        raise NotImplementedError("its gradient is sparse; make the embedding with sparse=False")
     W = call.value(*weight)
     rows = call.rows(*ids).reshape(call.B, -1)
     d = call.tokens(call.split(delta))

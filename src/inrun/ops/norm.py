@@ -29,10 +29,9 @@ def _affine(
 
 
 def _reduce(call: Call, full: Tensor, leaf: int, channels: bool) -> Record:
-    if not channels:
+    if not channels or call.layout.dim != 0:
         return reduce_to(call, full, leaf) or replay_leaf(call, leaf, full)
-    rows = call.split(full)  # [B, C, ...]: examples are in dimension 0 (layout.py sees to it)
-    return Dense(rows.flatten(2).sum(2) if rows.ndim > 2 else rows)
+    return Dense(call.channels(full))
 
 
 @register_op("layer_norm", "rms_norm")

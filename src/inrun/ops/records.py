@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from inrun.ops.derivative import along
+
 R = TypeVar("R", bound="Record")
 
 
@@ -171,35 +173,30 @@ class Replay(Record):
         return tuple(self.value.shape)
 
     def dot(self, u: Tensor) -> Tensor:
-        u = u.to(self.value.dtype)
         if self.linear:
-            tangent = self.apply(u)
+            tangent = self.apply(u.to(self.value.dtype))
         else:
-            import torch.autograd.forward_ad as fwd
-
-            with fwd.dual_level():
-                out = self.apply(fwd.make_dual(self.value, u))
-                tangent = fwd.unpack_dual(out).tangent
-                if tangent is None:
-                    tangent = torch.zeros_like(out)
+            tangent = along(lambda w: self.apply(w[0]), [self.value], [u])
         return (wide(self.split(tangent)) * wide(self.delta)).flatten(1).sum(1)
 
     def rows(self) -> Tensor:
         with torch.enable_grad():
-            W = self.value.detach().requires_grad_()
+            W = self.value.detach().clone().requires_grad_()
             y = self.split(self.apply(W))
-            return torch.stack(
-                [
-                    torch.autograd.grad(y[i], W, self.delta[i], retain_graph=True)[0]
-                    for i in range(len(self.delta))
-                ]
-            )
+            return torch.stack([_gradient(y[i], W, d) for i, d in enumerate(self.delta)])
 
     def map(self: R, f: Callable[[Tensor], Tensor]) -> R:
         return self  # its operation is bound to the device it ran on
 
     def tensors(self) -> list[Tensor]:
         return [*self.held, self.delta]
+
+
+def _gradient(y: Tensor, W: Tensor, delta: Tensor) -> Tensor:
+    if not y.requires_grad:  # ``x.type_as(W)``: takes part and has no influence
+        return torch.zeros_like(W)
+    (g,) = torch.autograd.grad(y, W, delta.to(y.dtype), retain_graph=True, allow_unused=True)
+    return torch.zeros_like(W) if g is None else g
 
 
 def wide(x: Tensor) -> Tensor:
