@@ -34,7 +34,7 @@ from inrun.errors import nothing_recorded, random_parameter, refusal
 from inrun.follow import follow, written
 from inrun.layout import Layout, in_place, name_of, tensors_in
 from inrun.nodes import Node
-from inrun.ops import Call, Dense, Form, op_rule, replay
+from inrun.ops import Call, Dense, Form, OpRule, op_rule, replay
 from inrun.tap import (
     MicroBatch,
     Tap,
@@ -261,23 +261,19 @@ class Capture:
             pure or func, spec, tuple(saved), nodes, layouts, Layout(0), self.live.B, self.form
         )
 
-        operand, weight = None, None
-        if self.fast and rule is not None and rule.weight is not None:
-            weight = call.at(*rule.weight)
-            summable = weight is not None and nodes[weight] is not None and rule.materialises(call)
-            if summable and weight is not None:
-                operand = leaves[weight]
-                leaves[weight] = operand.detach()
-        if operand is None:
+        operand, weight = None, self._summed(rule, call)
+        if weight is None:
             out = func(*args, **kwargs)
         else:
+            operand = leaves[weight]
+            leaves[weight] = operand.detach()  # its gradient will come from the tap
             detached_args, detached_kwargs = tree_unflatten(leaves, spec)
             out = func(*detached_args, **detached_kwargs)
-        if not isinstance(out, Tensor) or pure is None:
-            raise refusal(call, tensors_in(out), "it has no rule")
-        if not out.requires_grad and operand is None:
+        if operand is None and not any(t.requires_grad for t in tensors_in(out)):
             self._note_batched(func, args, kwargs, out)
             return out
+        if not isinstance(out, Tensor) or pure is None:
+            raise refusal(call, tensors_in(out), "it has no rule")
         layout = follow(func, args, kwargs, out, self._layout, self.live.B)
         if layout is None:
             raise refusal(call, [out], "the examples cannot be told apart in its output")
@@ -293,6 +289,14 @@ class Capture:
         out = Tap.apply(own(out), operand, tap)
         self._remember(out, layout)
         return out
+
+    def _summed(self, rule: OpRule | None, call: Call) -> int | None:
+        """The weight whose gradient is to be the sum of its per-example gradients, if there is."""
+        if not self.fast or rule is None or rule.weight is None:
+            return None
+        leaf = call.at(*rule.weight)
+        wanted = leaf is not None and call.nodes[leaf] is not None and rule.materialises(call)
+        return leaf if wanted else None
 
     def _write_parameter(self, func: Any, args: Any, batched: bool) -> None:
         """``target[index] = parameter``: as an operation that gives a new target."""
