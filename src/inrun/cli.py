@@ -46,6 +46,11 @@ class Which(str, Enum):
     random = "random"
 
 
+class Task(str, Enum):
+    digits = "digits"
+    text = "text"
+
+
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Ledger folder: watch(..., out=RUN).")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Estimator = Annotated[
@@ -255,7 +260,32 @@ def report(
     _say(as_json, {"output": str(output), "bytes": size}, f"{output} ({size / 1e6:.1f} MB)")
 
 
-# `inrun demo` belongs here: one more @app.command() over inrun's own demo module.
+@app.command()
+@plain_errors
+def demo(
+    task: Annotated[Task, typer.Option(help="What to train.")] = Task.digits,
+    out: Annotated[
+        Path | None, typer.Option(help="Ledger folder; runs/demo-TASK by default.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of data, model and order.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="digits: mean over so many seeds.")] = 1,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Passes over the training data.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a small model, watched, and see what its examples did. One or two minutes.
+
+    digits: a ConvNet on handwritten digits, a tenth of whose labels were flipped. Who finds them,
+    and does it help to remove the suspects? text: a small GPT on the documentation of Python. Which
+    passages taught it the answer to a question? Both write a ledger and a report to look at.
+    """
+    from inrun.demo import run_demo
+
+    console = Console(stderr=as_json, highlight=False)
+    result = run_demo(task.value, out, seed=seed, seeds=seeds, epochs=epochs, console=console)
+    if as_json:
+        typer.echo(json.dumps(_clean(result), ensure_ascii=False, indent=1))
 
 
 def _scores(saved: SavedRun, by: By, estimator: str | None) -> pd.DataFrame:

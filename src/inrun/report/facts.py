@@ -77,8 +77,12 @@ def cards(f: dict[str, Any]) -> list[dict[str, str]]:
         {"name": "Steps", "value": f"{f['steps']:,}", "note": ", ".join(steps)},
     ]
     if f["audited"]:
-        whole = f"{f['batch_share'] / drop:.0%} of the loss change" if drop else ""
-        rest = f"{f['momentum_share'] / drop:.0%}, credited to nobody" if drop else ""
+        whole, rest = "taken off the loss by the batches", "credited to nobody"
+        if min(f["batch_share"], f["momentum_share"]) >= 0 < drop:  # parts of one whole
+            whole = f"{f['batch_share'] / drop:.0%} of the loss change"
+            rest = f"{f['momentum_share'] / drop:.0%}, credited to nobody"
+        elif f["momentum_share"] < 0:
+            rest = "given back, credited to nobody"
         found += [
             {
                 "name": "Explained",

@@ -1,0 +1,221 @@
+"""Which passages of Python's own documentation taught a small GPT the answer to a question?"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import inrun
+from inrun.demo import stage
+
+EPOCHS = 7
+BATCH = 16
+LR = 3e-3
+WARMUP = 50  # steps; Adam's first steps are nearly sign steps, in which credit means little
+CONTEXT = 64  # words of a passage
+SHORTEST = 16
+WIDTH, LAYERS, HEADS = 64, 2, 4
+SHOWN = 3  # passages per question
+PAD, RARE = 0, 1
+
+QUESTIONS = {  # in words of our own: none of these sentences is in the documentation
+    "with": 'What does "with" do? It enters a context manager and calls its "__exit__()" method '
+    "when the block ends, even if an exception was raised.",
+    "slice": "What is a slice? It selects the items of a sequence from a lower bound up to an "
+    "upper bound, with a step.",
+    "lambda": 'What is "lambda"? An expression that makes an anonymous function.',
+    "global": 'What does "global" do? It makes a name in a function refer to the global variable '
+    "of the module.",
+    "format": "What is a format string? Literal text with replacement fields in curly braces, "
+    "which are replaced by values.",
+}
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"\w+|[^\w\s]", text)
+
+
+def passages() -> dict[str, str]:
+    """Paragraphs packed up to ``CONTEXT`` words, by topic and part; what is repeated comes once."""
+    from pydoc_data.topics import topics
+
+    found: dict[str, str] = {}
+    seen: set[str] = set()
+    for topic, text in sorted(topics.items(), key=lambda item: len(item[1])):
+        parts: list[list[str]] = [[]]
+        size = 0
+        for paragraph in (p.strip("\n") for p in re.split(r"\n\s*\n", text)):
+            n = len(words(paragraph))
+            if not n or paragraph.strip() in seen:
+                continue
+            seen.add(paragraph.strip())
+            if parts[-1] and size + n > CONTEXT:
+                parts.append([])
+                size = 0
+            parts[-1].append(paragraph)
+            size += n
+        long = ["\n\n".join(p) for p in parts if len(words(" ".join(p))) >= SHORTEST]
+        found |= {f"{topic}/{i}": passage for i, passage in enumerate(long)}
+    return found
+
+
+class Vocabulary:
+    """Words that occur at least three times; the others share one number."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        counts = Counter(w for text in texts for w in words(text))
+        common = [w for w, n in counts.most_common() if n > 2]
+        self.number = {w: i for i, w in enumerate(common, start=RARE + 1)}
+        self.size = len(self.number) + RARE + 1
+
+    def encode(self, texts: Sequence[str]) -> Tensor:
+        """One row per text, padded at the end."""
+        rows = [[self.number.get(w, RARE) for w in words(t)[: CONTEXT + 1]] for t in texts]
+        longest = max(map(len, rows))
+        return torch.tensor([row + [PAD] * (longest - len(row)) for row in rows])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, _ = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(B, T, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(B, T, WIDTH))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """A decoder with learned positions and a head that shares the embedding."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, WIDTH)
+        self.position = nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        for embedding in (self.token, self.position):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.token.weight)
+
+
+def next_word(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Mean loss of the next word, padding left out."""
+    logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], ignore_index=PAD)
+
+
+def batches(n: int, epochs: int) -> Iterator[list[int]]:
+    for _ in range(epochs):
+        yield from (rows.tolist() for rows in torch.randperm(n).split(BATCH))
+
+
+@torch.no_grad()
+def losses(model: nn.Module, questions: dict[str, Tensor]) -> dict[str, float]:
+    return {name: float(next_word(model, tokens)) for name, tokens in questions.items()}
+
+
+def demo(out: Path, seed: int, epochs: int, console: Console) -> dict[str, Any]:
+    """Train, then show for each question the passages with the highest values."""
+    folder = stage.fresh(out)
+    texts = passages()
+    ids, n = list(texts), len(texts)
+    vocabulary = Vocabulary(list(texts.values()))
+    console.print(
+        f"[bold]inrun demo: text[/]\nA small GPT reads {n:,} passages of Python's documentation. "
+        "Who taught it what?\n"
+    )
+    torch.manual_seed(seed)
+    model = GPT(vocabulary.size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1.0, (s + 1) / WARMUP))
+    questions = {name: vocabulary.encode([q]) for name, q in QUESTIONS.items()}
+    before = losses(model, questions)
+    run = inrun.watch(
+        model, optimizer, targets={k: [x] for k, x in questions.items()}, loss=next_word,
+        out=folder, audit_every=10, seed=seed,
+    )  # fmt: skip
+    steps = epochs * -(-n // BATCH)
+    with (
+        stage.threads(1),
+        run,
+        stage.progress(console, "Training, watched", steps, run) as advance,
+    ):
+        for rows in batches(n, epochs):
+            tokens = vocabulary.encode([texts[ids[i]] for i in rows])
+            with run.batch([ids[i] for i in rows]):
+                next_word(model, tokens).backward()
+            optimizer.step()
+            warmup.step()
+            optimizer.zero_grad()
+            advance()
+    values, after = run.values().set_index("id"), losses(model, questions)
+    result = {
+        "task": "text",
+        "epochs": epochs,
+        "passages": n,
+        "steps": run.step,
+        "explained": run.tally.explained,
+        "questions": {
+            name: {
+                "text": text,
+                "loss": [before[name], after[name]],
+                "taught_by": values[name].nlargest(SHOWN).to_dict(),
+            }
+            for name, text in QUESTIONS.items()
+        },
+        "machine": stage.machine(),
+    }
+    examples = folder / "examples.jsonl"
+    with examples.open("w", encoding="utf-8") as file:
+        for key, text in texts.items():
+            row = {"id": key, "text": text, "group": key.rsplit("/", 1)[0]}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    show(result, texts, console)
+    stage.finish(folder, examples, result, console, "--target lambda")
+    return result
+
+
+def _cut(text: str, n: int) -> str:
+    return text if len(text) <= n else text[: max(n - 1, 0)] + "…"
+
+
+def show(result: dict[str, Any], texts: dict[str, str], console: Console) -> None:
+    """Each question with its passages, as wide as the terminal."""
+    for question in result["questions"].values():
+        first, last = question["loss"]
+        body = stage.table("value", "passage", "", words=(1, 2))
+        for key, value in question["taught_by"].items():
+            start = " ".join(texts[key].split())
+            body.add_row(
+                f"{value:.3f}", Text(_cut(key, 22), "bold"), Text(_cut(start, console.width - 36))
+            )
+        note = f"loss of this text: {first:.2f} before, {last:.2f} after"
+        stage.say(console, question["text"], body, note)
+    spread = np.array([list(q["taught_by"].values()) for q in result["questions"].values()])
+    console.print(
+        f"\nA value is a passage's credit for the drop in a question's loss, in nats: "
+        f"{spread.min():.2f} to {spread.max():.2f} here.\nThe values explain "
+        f"{result['explained']:.1%} of what the batches did.",
+    )
