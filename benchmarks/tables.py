@@ -59,7 +59,30 @@ def gpu() -> str:
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {"fidelity": fidelity, "gpu": gpu}
+def demo() -> str:
+    """The digits demo over five seeds, in a long and a short training."""
+    runs = [results("demo"), results("demo-short")]
+    ranks = {
+        "harm": "harm", "secant": "sum of secant values", "tangent": "sum of tangent values",
+        "sgd": "sum of SGD values", "loss": "final training loss",
+    }  # fmt: skip
+    left = {
+        "all": "trained on everything", "random": "a random 10 % removed",
+        "harm": "10 % of most harm removed",
+    }  # fmt: skip
+    titles = [f"{run['epochs']} epochs" for run in runs]
+    lines = [f"| mean of {len(runs[0]['seeds'])} seeds | {titles[0]} (default) | {titles[1]} |"]
+    lines.append("|---|---|---|")
+    for key, name in ranks.items():
+        cells = " | ".join(f"{run['mean']['auroc'][key]:.3f}" for run in runs)
+        lines.append(f"| AUROC, {name} | {cells} |")
+    for key, name in left.items():
+        cells = " | ".join(f"{run['mean']['accuracy_after'][key]:.1%}" for run in runs)
+        lines.append(f"| accuracy, {name} | {cells} |")
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {"fidelity": fidelity, "gpu": gpu, "demo": demo}
 
 
 def pages() -> list[Path]:
