@@ -229,11 +229,12 @@ def prune(
     else:
         output.write_text("".join(f"{x}\n" for x in keep["id"]), "utf-8")
     removed = len(table) - len(keep)
+    how = "at random" if which is Which.random else f"{which.value}, by {by.value}"
     result = {"examples": len(table), "removed": removed, "kept": len(keep), "output": str(output)}
     _say(
         as_json,
         result,
-        f"{removed:,} of {len(table):,} examples removed ({which.value}, by {by.value}); "
+        f"{removed:,} of {len(table):,} examples removed ({how}); "
         f"{len(keep):,} ids to keep in {output}",
     )
 
