@@ -142,6 +142,16 @@ def test_random_steps_are_weighted_and_unscored_examples_are_nan():
     assert values.loc[sorted(never), "value"].isna().all()
 
 
+def test_audits_are_not_missed_by_random_steps():
+    run, step, _ = problem(every=3, audit_every=5, seed=1)
+    for t in range(30):
+        step(t)
+    audited = run.steps().dropna(subset="explained")["step"]
+    scored = run.steps().dropna(subset="sum")["step"]
+    first = {s // 5: s for s in sorted(scored, reverse=True)}  # the first scored of each five
+    assert sorted(audited) == sorted(first.values())
+
+
 def test_resuming_gives_the_values_of_an_uninterrupted_run(tmp_path):
     whole, step, _ = problem()
     for t in range(10):

@@ -163,6 +163,7 @@ class Run(Summary, Tables):
         self._trainable = trainable(model, optimizer)
         self.step = 0  # optimizer steps so far
         self.unwatched = 0  # of these, steps without a batch
+        self._next_audit = 0  # the first scored step from here on is audited
         self._validator, self._ledger = validator, ledger
         self._store: Any = None if isinstance(ledger, MemoryLedger) else ledger
         self._overwrite, self._begun = overwrite, False
@@ -266,6 +267,7 @@ class Run(Summary, Tables):
         return {
             "step": self.step,
             "unwatched": self.unwatched,
+            "next_audit": self._next_audit,
             "validation": self._validator.state_dict(),
             "ledger": self._ledger.state_dict(),
         }
@@ -274,6 +276,7 @@ class Run(Summary, Tables):
         """Continue from a checkpoint; what was recorded after it is forgotten."""
         self._forget()
         self.step, self.unwatched = state["step"], state["unwatched"]
+        self._next_audit = state["next_audit"]
         self._validator.load_state_dict(state["validation"])
         self._ledger.load_state_dict(state["ledger"])
         self._ledger.truncate(self.step)
@@ -326,8 +329,10 @@ class Run(Summary, Tables):
         if len(micros) == len(self._pending):
             check, self._check = self._check, None
             every = self.config.audit_every
-            audit = every > 0 and self.step % every == 0
+            audit = every > 0 and self.step >= self._next_audit
             score = self._scorer.score(self.step, micros, self._gradients, ids, audit, check)
+            if score.audit is not None:
+                self._next_audit = (self.step // every + 1) * every
         self._begin()
         record = StepRecord(
             self.step, ids, score.values, lr, float(self.config.every), score.void,
@@ -338,10 +343,8 @@ class Run(Summary, Tables):
 
     def _begin(self) -> None:
         """Before the first record: an existing folder is continued, overwritten or refused."""
-        if self._begun:
-            return
-        self._begun = True
-        if self._store is None:
+        begun, self._begun = self._begun, True
+        if begun or self._store is None:
             return
         last = self._store.last_step
         if last >= self.step and not self._overwrite:
@@ -358,21 +361,17 @@ class Run(Summary, Tables):
 
     def _chosen(self) -> bool:
         """Is this step scored? A coin of its own, the same for all batches of a step."""
-        if self.config.every == 1:
-            return True
-        return bool(
-            np.random.default_rng((self.config.seed, self.step)).integers(self.config.every) == 0
-        )
+        coin = np.random.default_rng((self.config.seed, self.step))
+        return self.config.every == 1 or int(coin.integers(self.config.every)) == 0
 
     def _rescan(self) -> None:
         """Layers may have been frozen or unfrozen, or added to the optimizer."""
-        now = trainable(self.model, self.optimizer)
-        if now != self._trainable:
-            self._trainable = now
-            params, left_out = scored_parameters(self.model, self.optimizer, self.config.ignore)
-            self.params, self._left_out = params, left_out
-            self._scorer.params = params
-            self._capture.watch(params)
+        before, self._trainable = self._trainable, trainable(self.model, self.optimizer)
+        if before != self._trainable:
+            found = scored_parameters(self.model, self.optimizer, self.config.ignore)
+            self.params, self._left_out = found
+            self._scorer.params = self.params
+            self._capture.watch(self.params)
 
     def _drop_skipped(self) -> None:
         """Captures of a step that never came (GradScaler skipped it): gradients are gone."""
