@@ -85,7 +85,7 @@ def test_images(tmp_path):
 
 def test_refusals(tmp_path):
     file = write("csv", tmp_path / "e.csv")
-    with pytest.raises(LedgerError, match=r"the run has 7, 8, the file 3, 1, 2"):
+    with pytest.raises(LedgerError, match=r"the run has 7, 8, the file '3', '1', '2'"):
         load_examples(file, [7, 8])
     (tmp_path / "e.docx").write_text("x")
     with pytest.raises(LedgerError, match="examples come from"):

@@ -104,7 +104,7 @@ def info(run: RunPath, estimator: Estimator = None, as_json: Json = False) -> No
     """
     saved = open_run(run)
     facts = facts_of(saved, estimator)
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), title=str(run))
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), title=Text(str(run)))
     table.title_justify = "left"
     for name, text in describe(facts).items():
         table.add_row(Text(name, "dim"), text)
@@ -214,7 +214,8 @@ def prune(
     table = _scores(open_run(run), by, estimator)
     wanted = round(ratio * len(table))
     if which is Which.random:
-        pool = np.random.default_rng(seed).permutation(len(table))
+        known = table["score"].dropna().index.to_numpy()
+        pool = np.random.default_rng(seed).permutation(known)
     else:
         order = table["score"].sort_values(ascending=which is Which.bottom, kind="stable")
         pool = order.dropna().index.to_numpy()

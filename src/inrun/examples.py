@@ -114,7 +114,7 @@ def _read(file: Path) -> Any:
         if kind in (".jsonl", ".ndjson"):
             return _json_lines(file)
         if kind == ".csv":
-            return pd.read_csv(file)
+            return pd.read_csv(file, dtype=str, keep_default_na=False)  # "NA" may be a label
         if kind == ".parquet":
             return pd.read_parquet(file).reset_index(drop=True)
         if kind == ".npz":
@@ -197,7 +197,7 @@ def _some(ids: list[Any]) -> str:
 def _show(name: str, value: Any) -> str | None:
     if name == "image":
         return thumbnail(np.asarray(value))
-    if value is None or (isinstance(value, float) and np.isnan(value)):
+    if value is None or value == "" or (isinstance(value, float) and np.isnan(value)):
         return None
     if isinstance(value, float | np.floating) and float(value).is_integer():
         return str(int(value))

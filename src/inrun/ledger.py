@@ -77,7 +77,7 @@ class Tables:
 
     def values(self, estimator: str | None = None) -> pd.DataFrame:
         """One row per example: id, value (the mean over targets), one column per named target,
-        steps in which it was seen and scored. An example that was never scored has NaN."""
+        and how often it was seen (``steps``) and scored. Never scored is NaN."""
         return self._ledger.values(self._index(estimator))
 
     def history(self, estimator: str | None = None) -> pd.DataFrame:
@@ -100,6 +100,9 @@ def estimator_index(names: Sequence[str], name: str | None) -> int:
     if name is not None and name not in names:
         raise LedgerError(f"estimator {name!r} was not recorded; this run has {', '.join(names)}")
     return 0 if name is None else list(names).index(name)
+
+
+ROUNDING = 1e-6  # of the largest value of a batch: a smaller spread is no spread
 
 
 class MemoryLedger:
@@ -127,6 +130,8 @@ class MemoryLedger:
         return {"records": _plain(records)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "records" not in state:
+            raise LedgerError("this checkpoint was made with a ledger on disk (out=...)")
         self._records = [_record(r) for r in state["records"]]
 
     def history(self, estimator: int) -> pd.DataFrame:
@@ -156,14 +161,15 @@ class MemoryLedger:
         """One row per example: id, harm.
 
         Each step's values are divided by their standard deviation within the batch and target;
-        the negative parts are summed over steps and targets. Steps with fewer than two examples
-        have no standard deviation and do not count.
+        the negative parts are summed over steps and targets. Steps whose examples are all alike
+        (one example, or copies that differ by rounding only) have no spread and do not count.
         """
         history = self.history(estimator)
         targets = value_columns(self.targets)[1:] or ["value"]
         finite = history[targets].where(np.isfinite(history[targets]))
-        spread = finite.groupby(history["step"]).transform("std", ddof=0)
-        z = finite / spread.where(spread > 0)
+        by_step = finite.groupby(history["step"])
+        spread, size = by_step.transform("std", ddof=0), finite.abs().groupby(history["step"])
+        z = finite / spread.where(spread > ROUNDING * size.transform("max"))
         hurt = z.clip(upper=0).abs().sum(axis=1, min_count=1)
         table = hurt.groupby(history["id"]).sum(min_count=1).rename("harm")
         seen = self.values(estimator)["id"]

@@ -123,12 +123,15 @@ def watch(
         assert validation is not None
         targets = {"validation": validation}
     validator = Validator(model, targets, loss, per_step, chunk, seed)
-    rule_for(optimizer)  # refuse before anything is made on disk
+    for name in names:  # refuse before anything is made on disk
+        Estimator.parse(name, point)
+    rule_for(optimizer)
+    scored_parameters(model, optimizer, ignore)
     ledger: Ledger = MemoryLedger(list(targets))
     if out is not None:
         from inrun.store import Store
 
-        ledger = Store.create(out, asdict(config), list(targets), list(names))
+        ledger = Store.create(out, asdict(config), list(targets), list(names), overwrite)
     try:
         return Run(
             model, optimizer, config, validator, ledger, offload, memory_limit, max_norm, scaler,
@@ -166,7 +169,7 @@ class Run(Summary, Tables):
         self._next_audit = 0  # the first scored step from here on is audited
         self._validator, self._ledger = validator, ledger
         self._store: Any = None if isinstance(ledger, MemoryLedger) else ledger
-        self._overwrite, self._begun = overwrite, False
+        self._overwrite, self._loaded, self._described = overwrite, False, False
         self._scorer = Scorer(
             model, optimizer, self.params, self.estimators, validator, max_norm, scaler
         )
@@ -246,16 +249,14 @@ class Run(Summary, Tables):
             _WATCHED.pop(self.model, None)
             _WATCHED.pop(self.optimizer, None)
             self._forget()
-            self._ledger.close()
-            self.tally.close()
+        self._ledger.close()
+        self.tally.close()
 
     def __enter__(self) -> Run:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    # Tables
 
     def coverage(self) -> pd.DataFrame:
         """One row per parameter: is it scored, through which operations, in which form."""
@@ -274,13 +275,13 @@ class Run(Summary, Tables):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint; what was recorded after it is forgotten."""
+        self._ledger.load_state_dict(state["ledger"])  # refuses what is another run's
+        self._ledger.truncate(state["step"])
         self._forget()
         self.step, self.unwatched = state["step"], state["unwatched"]
         self._next_audit = state["next_audit"]
         self._validator.load_state_dict(state["validation"])
-        self._ledger.load_state_dict(state["ledger"])
-        self._ledger.truncate(self.step)
-        self._begun = True
+        self._loaded = True
 
     # One step
 
@@ -342,20 +343,19 @@ class Run(Summary, Tables):
         self.tally.add(record)
 
     def _begin(self) -> None:
-        """Before the first record: an existing folder is continued, overwritten or refused."""
-        begun, self._begun = self._begun, True
-        if begun or self._store is None:
+        """Before the first record: a folder is continued, overwritten or refused."""
+        if self._described or self._store is None:
             return
-        last = self._store.last_step
-        if last >= self.step and not self._overwrite:
-            self._begun = False
+        if not self._loaded and self._overwrite:
+            self._store.restart()
+        elif not self._loaded and self._store.last_step >= 0:
             raise LedgerError(
-                f"{self._store.path} holds steps up to {last} already. To go on, call "
-                "run.load_state_dict(...) with the checkpoint's state; to start again, pass "
+                f"{self._store.path} holds steps up to {self._store.last_step} already. To go on, "
+                "call run.load_state_dict(...) with the checkpoint's state; to start again, pass "
                 "watch(..., overwrite=True) or another folder"
             )
-        self._store.truncate(self.step)
         self._store.update_info(**describe(self.model, self.optimizer, self.coverage()))
+        self._described = True
 
     # Bookkeeping
 

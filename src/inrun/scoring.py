@@ -153,12 +153,13 @@ class Scorer:
             scale = 1.0 / self.scaler.get_scale()
         return self._clipping.recognise(G, [m.g for m in mine], scale)
 
-    def _audit(self, path: Path) -> Audit:
+    def _audit(self, path: Path) -> Audit | None:
+        """The losses before, without and with the batch; None where one is not finite."""
         measured = []
         for x in (None, 0.0, 1.0):
             with path.weights(x):
                 measured.append(np.array(self.validator.losses()))
-        return Audit(*measured)
+        return Audit(*measured) if np.isfinite(measured).all() else None
 
     # Do the captured gradients add up to .grad?
 

@@ -36,6 +36,7 @@ def fresh(folder: Path) -> Path:
             raise LedgerError(f"{folder} was not made by a demo: choose another folder with --out")
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARK).write_text("{}\n", "utf-8")  # from now on it is a demo's, finished or not
     return folder
 
 

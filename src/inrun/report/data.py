@@ -25,7 +25,9 @@ def payload(
 ) -> dict[str, Any]:
     """Everything the page needs, ready for JSON."""
     values, steps = saved.values(estimator), saved.steps(estimator)
-    values["harm"] = saved.harm(estimator)["harm"]
+    keys = {t: f"target {q}" for q, t in enumerate(saved.targets)}  # one may be called "label"
+    values = values.rename(columns={t: k for t, k in keys.items() if len(keys) > 1})
+    values = values.merge(saved.harm(estimator), on="id", how="left")
     best, worst, suspects = _lists(values)
     shown = np.unique(np.concatenate([best, worst, suspects]))
     content = pd.DataFrame(columns=["text", "image"])
@@ -56,7 +58,7 @@ def payload(
         "histogram": _histogram(values["value"].dropna().to_numpy()),
         "audit": _audit(steps),
         "by": {name: t for name in ("group", "label") if (t := _by(values, name))},
-        "heat": [h for name in ("group", "label") if (h := _heat(values, saved.targets, name))],
+        "heat": [h for name in ("group", "label") if (h := _heat(values, keys, name))],
     }
 
 
@@ -182,7 +184,7 @@ def _by(values: pd.DataFrame, name: str) -> list[dict[str, Any]]:
     ]
 
 
-def _heat(values: pd.DataFrame, targets: list[str], name: str) -> dict[str, Any] | None:
+def _heat(values: pd.DataFrame, targets: dict[str, str], name: str) -> dict[str, Any] | None:
     """Mean value of each group (or label) on each target."""
     rows = values[values[name].notna() & values["value"].notna()]
     if rows.empty or len(targets) < 2:
@@ -190,8 +192,8 @@ def _heat(values: pd.DataFrame, targets: list[str], name: str) -> dict[str, Any]
     key = rows[name].astype(str)
     common = key.value_counts().head(GROUPS).index
     order = sorted(common, key=_natural)
-    shown = targets[:GROUPS]
-    mean = rows.groupby(key)[shown].mean().loc[order]
+    shown = list(targets)[:GROUPS]
+    mean = rows.groupby(key)[[targets[t] for t in shown]].mean().loc[order]
     return {
         "by": name,
         "rows": [_cut(x, 60)[0] for x in order],

@@ -4,7 +4,7 @@ Its update has the form Ψ(g) = K(g)⊙g, with a K that looks at whole rows and 
 its norm. So Ψ(0) = 0, and K(g) is itself the divided difference (Ψ(g) − Ψ(0))/g, coordinate by
 coordinate: exact, without a division by g, and adding up. In this sense the rule counts as
 coordinate-wise; the path integral would do no better and breaks down at the first step, where
-the update ignores the size of g (DESIGN, section 2). The tangent is the full Jᵀv.
+the update ignores the size of g. The tangent is the full Jᵀv.
 """
 
 from __future__ import annotations

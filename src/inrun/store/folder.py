@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from inrun.ledger import LedgerError
 from inrun.store import files
@@ -23,10 +25,12 @@ def read_info(folder: Path) -> dict[str, Any] | None:
             f"{folder} has ledger format {info.get('version')}, this inrun reads {VERSION}: use "
             "the inrun that wrote it, or a newer one"
         )
+    if missing := [k for k in ("config", "targets", "estimators") if k not in info]:
+        raise LedgerError(f"{folder}: run.json is damaged, it has no {missing[0]!r}")
     return info
 
 
-def check(folder: Path, fixed: dict[str, Any]) -> dict[str, Any] | None:
+def check(folder: Path, fixed: dict[str, Any], overwrite: bool = False) -> dict[str, Any] | None:
     """run.json of the ledger to continue, None to start one; refuse what is not this run's."""
     if not folder.exists():
         return None
@@ -34,11 +38,11 @@ def check(folder: Path, fixed: dict[str, Any]) -> dict[str, Any] | None:
         raise LedgerError(f"{folder} is a file, not a folder")
     info = read_info(folder)
     if info is None:
-        ours = {".lock", ".writer", "run.json.tmp", *KINDS}
+        ours = {".lock", ".writer", "run.json.tmp", "demo.json", *KINDS}
         if foreign := sorted(f.name for f in folder.iterdir() if f.name not in ours):
             raise LedgerError(f"{folder} holds other files ({foreign[0]}): choose an empty folder")
         return None
-    for key in ("config", "targets", "estimators"):
+    for key in () if overwrite else ("config", "targets", "estimators"):
         if info[key] != fixed[key]:
             a, b = info[key], fixed[key]
             if isinstance(a, dict):
@@ -46,6 +50,12 @@ def check(folder: Path, fixed: dict[str, Any]) -> dict[str, Any] | None:
                 a, b = a.get(key), b.get(key)
             raise LedgerError(
                 f"{folder} holds another run: its {key} is {a!r}, this run's is {b!r}; choose "
-                "another folder"
+                "another folder, or pass overwrite=True to start again here"
             )
     return info
+
+
+def begin(fixed: dict[str, Any]) -> dict[str, Any]:
+    """run.json of a run that begins now; ``run`` tells it from any other."""
+    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return fixed | {"run": uuid4().hex, "created": created, "versions": files.versions()}

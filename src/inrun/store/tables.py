@@ -17,7 +17,14 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from inrun.ledger import STEP_COLUMNS, LedgerError, MemoryLedger, history_table, value_columns
+from inrun.ledger import (
+    ROUNDING,
+    STEP_COLUMNS,
+    LedgerError,
+    MemoryLedger,
+    history_table,
+    value_columns,
+)
 
 if TYPE_CHECKING:
     import duckdb
@@ -182,9 +189,12 @@ class ParquetTables:
             f"CASE WHEN weight IS NOT NULL AND isfinite({c}) THEN {c} END"
             for c in self._exprs(estimator, targets)
         ]
-        spread = ", ".join(f"stddev_pop({c}) AS s{q}" for q, c in enumerate(x))
+        spread = ", ".join(
+            f"stddev_pop({c}) AS s{q}, max(abs({c})) AS m{q}" for q, c in enumerate(x)
+        )
         hurt = [
-            f"sum(CASE WHEN s{q} > 0 AND {c} IS NOT NULL THEN greatest(-{c} / s{q}, 0) END)"
+            f"sum(CASE WHEN s{q} > {ROUNDING} * m{q} AND {c} IS NOT NULL "
+            f"THEN greatest(-{c} / s{q}, 0) END)"
             for q, c in enumerate(x)
         ]
         parts = ", ".join(f"{h} AS h{q}" for q, h in enumerate(hurt))
@@ -206,13 +216,22 @@ class ParquetTables:
             if not parts:
                 return empty()
             names = ", ".join(_text(str(self.file("values", p.name))) for p in parts)
+            # a folder called step=100 is no partition of a table
+            source = f"read_parquet([{names}], hive_partitioning=false)"
             with connect() as db:
-                return db.sql(sql.replace("{values}", f"read_parquet([{names}])")).df()
+                return db.sql(sql.replace("{values}", source)).df()
 
         return self._steady(ask)
 
     def _parts_of(self, kind: str) -> list[pq.ParquetFile]:
         return self._steady(lambda parts: [_open(self.file(kind, p.name)) for p in parts])
+
+    def _changed(self, parts: list[Part]) -> bool:
+        """Did a writer replace the files that were being read?"""
+        try:
+            return parts != self.sources()
+        except LedgerError:
+            return False
 
     def _steady(self, read: Callable[[list[Part]], T]) -> T:
         """Read; once more if a writer replaced the files meanwhile; errors name what is damaged."""
@@ -224,7 +243,7 @@ class ParquetTables:
                 parts = self.sources()
                 return read(parts)
             except (duckdb.Error, pa.ArrowException, OSError, LedgerError) as error:
-                if attempt < 2 and parts and parts != self.sources():
+                if attempt < 2 and self._changed(parts):
                     continue
                 if isinstance(error, LedgerError):
                     raise

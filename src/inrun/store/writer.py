@@ -22,7 +22,6 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +33,10 @@ from filelock import FileLock
 
 from inrun.ledger import Audit, LedgerError, StepRecord, check_targets, step_row
 from inrun.store import files
-from inrun.store.folder import FORMAT, VERSION, check, read_info
+from inrun.store.folder import FORMAT, VERSION, begin, check, read_info
 from inrun.store.tables import KINDS, LOSSES, ParquetTables, Part, file_columns
 
-FIXED = ("format", "version", "config", "targets", "estimators")  # of run.json
+FIXED = ("format", "version", "config", "targets", "estimators", "run")  # of run.json
 SMALL_PARTS = 64  # more small parts than this at the end of the ledger are merged
 SMALL_BYTES = 64 << 20
 
@@ -69,8 +68,6 @@ class Store(ParquetTables):
         self._flushed = time.monotonic()
         self._read_manifest()
 
-    # -- opening and closing ----------------------------------------------------------------
-
     @classmethod
     def create(
         cls,
@@ -78,11 +75,13 @@ class Store(ParquetTables):
         config: dict[str, Any],
         targets: Sequence[str],
         estimators: Sequence[str],
+        overwrite: bool = False,
     ) -> Store:
         """Start a ledger in ``path``, or continue the one that a run with this config left there.
 
         A continued ledger keeps all its records until ``load_state_dict`` (or ``truncate``) says
-        where the run goes on.
+        where the run goes on, or ``restart`` forgets them. ``overwrite`` accepts a ledger of a
+        run with another config, to be restarted.
         """
         folder = Path(path)
         fixed = {
@@ -92,19 +91,20 @@ class Store(ParquetTables):
             "targets": check_targets(targets),
             "estimators": [str(e) for e in estimators],
         }
-        check(folder, fixed)
+        check(folder, fixed, overwrite)
         with files.disk(folder, "nothing was recorded"):
             folder.mkdir(parents=True, exist_ok=True)
             lock = files.acquire(folder)
         try:
             with files.disk(folder, "nothing was recorded"):
-                info = check(folder, fixed)
+                info = check(folder, fixed, overwrite)
                 for kind in KINDS:
                     (folder / kind).mkdir(exist_ok=True)
                 if info is None:
-                    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-                    info = fixed | {"created": created, "versions": files.versions()}
+                    info = begin(fixed)
                     files.write_json(folder / "run.json", info)
+                elif overwrite:
+                    info = info | fixed
                 store = cls(folder, info, lock)
                 store._clean()
         except BaseException:
@@ -124,6 +124,15 @@ class Store(ParquetTables):
             raise LedgerError(f"{folder} is not a ledger of inrun: it has no run.json")
         return cls(folder, info, None)
 
+    def restart(self) -> None:
+        """Forget everything: this is a new run in an old folder."""
+        self.truncate(0)
+        self._ids = None
+        info = begin({key: self.info[key] for key in FIXED if key != "run"})
+        with files.disk(self.path, "run.json stays as it was"):
+            files.write_json(self.path / "run.json", info)
+        self.info = info
+
     def update_info(self, **sections: Any) -> None:
         """Put sections (model, optimizer, coverage, ...) into run.json, replacing it atomically."""
         if fixed := [key for key in sections if key in FIXED]:
@@ -138,11 +147,14 @@ class Store(ParquetTables):
         """Flush, merge small files and let the next writer in."""
         if self._lock is None:
             return
-        self.compact()
-        atexit.unregister(self.close)
-        (self.path / ".writer").unlink(missing_ok=True)
-        self._lock.release()
-        self._lock = None
+        self.flush()  # if that fails, nothing is given up: close again
+        try:
+            self.compact()
+        finally:
+            atexit.unregister(self.close)
+            (self.path / ".writer").unlink(missing_ok=True)
+            self._lock.release()
+            self._lock = None
 
     # -- writing ----------------------------------------------------------------------------
 
@@ -233,11 +245,16 @@ class Store(ParquetTables):
     def state_dict(self) -> dict[str, Any]:
         """Flushed and fsynced before it returns: a checkpoint never runs ahead of its ledger."""
         self.flush()
-        return {"last_step": self.last_step, "steps": sum(p.steps for p in self._parts)}
+        steps = sum(p.steps for p in self._parts)
+        return {"run": self.info.get("run"), "last_step": self.last_step, "steps": steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to the checkpoint: what was recorded after it is removed."""
         self.flush()
+        if "last_step" not in state:
+            raise LedgerError("this checkpoint was made with a ledger in memory (out=None)")
+        if state.get("run") != self.info.get("run"):
+            raise LedgerError(f"{self.path}: the checkpoint belongs to another ledger")
         last = int(state["last_step"])
         parts = [p for p in self._parts if p.first <= last]
         kept = sum(_before(table, last + 1).num_rows for table in self._read("steps", parts))
