@@ -151,18 +151,18 @@ def closure(model, optimizer, run, step):
 
 
 def clipped_by_norm(model, optimizer, run, step):
-    optimizer.zero_grad()
-    with run.batch(rows := rows_for(step)):
-        next_token(model, DATA[rows]).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    optimizer.step()
+    clipped(model, optimizer, run, step, torch.nn.utils.clip_grad_norm_, 0.1)
 
 
 def clipped_by_value(model, optimizer, run, step):
+    clipped(model, optimizer, run, step, torch.nn.utils.clip_grad_value_, 0.01)
+
+
+def clipped(model, optimizer, run, step, clip, size):
     optimizer.zero_grad()
     with run.batch(rows := rows_for(step)):
         next_token(model, DATA[rows]).backward()
-    torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    clip(model.parameters(), size)
     optimizer.step()
 
 

@@ -163,6 +163,12 @@ def op_rule(func: Callable[..., Any]) -> OpRule | None:
     return _RULES.get(func) or _RULES.get(name_of(func))
 
 
+def materialises(call: Call) -> bool:
+    """Does the rule of this call keep per-example gradients, rather than what they are made of?"""
+    rule = op_rule(call.func)
+    return rule is not None and rule.materialises(call)
+
+
 def replay(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """The rule for every operation that has none: its own derivative along the direction."""
     for leaf, node in enumerate(call.nodes):

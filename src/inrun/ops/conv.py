@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inrun.layout import Layout
-from inrun.ops.call import Call, op_rule, register_op, replay_leaf
+from inrun.ops.call import Call, materialises, register_op, replay_leaf
 from inrun.ops.records import Dense, Record
 
 _ARGS = ((3, "stride", 1), (5, "dilation", 1))
@@ -27,12 +27,10 @@ def _sizes(call: Call) -> tuple[int, int] | None:
 @register_op("conv1d", "conv2d", "conv3d", weight=(1, "weight"), sizes=_sizes)
 def conv(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """``convNd(x, weight, bias, stride, padding, dilation, groups)``."""
-    rule = op_rule(call.func)
-    assert rule is not None
     leaf = call.at(1, "weight")
     assert leaf is not None
     if call.nodes[leaf] is not None:
-        if rule.materialises(call):
+        if materialises(call):
             yield call.nodes[leaf], Dense(_weight_gradients(call, delta))
         else:
             bias = call.at(2, "bias")

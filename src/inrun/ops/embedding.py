@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from inrun.ops.call import Call, op_rule, register_op
+from inrun.ops.call import Call, materialises, register_op
 from inrun.ops.records import Dense, Lookup, Record
 
 
@@ -36,6 +36,4 @@ def embedding(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
         padding = padding % W.shape[0]
         d = d.masked_fill((rows == padding)[..., None], 0.0)
     record = Lookup(rows, d, W.shape[0])
-    rule = op_rule(call.func)
-    assert rule is not None
-    yield call.node(*weight), Dense(record.rows()) if rule.materialises(call) else record
+    yield call.node(*weight), Dense(record.rows()) if materialises(call) else record

@@ -7,16 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from inrun.ops.call import Call, op_rule, reduce_to, register_op, replay, replay_leaf
+from inrun.ops.call import Call, materialises, reduce_to, register_op, replay, replay_leaf
 from inrun.ops.records import Dense, Pair, Record
 
 
 def _weight(call: Call, x: tuple[int, str], node: Any, delta: Tensor, transposed: bool) -> Any:
     a, d = call.tokens(call.rows(*x)), call.tokens(call.split(delta))
     pair = Pair(a.to(d.dtype), d, transposed)  # under autocast the operation saw a in δ's type
-    rule = op_rule(call.func)
-    assert rule is not None
-    return node, Dense(pair.rows()) if rule.materialises(call) else pair
+    return node, Dense(pair.rows()) if materialises(call) else pair
 
 
 def _plain(call: Call) -> bool:
