@@ -19,7 +19,7 @@ per-example gradients of a weight are formed anyway, its gradient is their sum
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -27,14 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from inrun.errors import nothing_recorded, random_parameter, refusal
 from inrun.follow import follow, written
 from inrun.layout import Layout, in_place, name_of, tensors_in
+from inrun.meeting import has_pure_form, operate, prepare, summed_leaves
 from inrun.nodes import Node
-from inrun.ops import Call, Dense, Form, OpRule, op_rule, replay
+from inrun.ops import Call, Form, Record, op_rule, replay
 from inrun.tap import (
     MicroBatch,
     Tap,
@@ -44,7 +45,6 @@ from inrun.tap import (
     own_tensors,
     put,
     saved_tensors_hooks,
-    shape_of,
     storage_key,
 )
 
@@ -93,6 +93,7 @@ class Capture:
         self.check_memory, self.on_first_gradient = check_memory, on_first_gradient
         self.coverage: dict[str, set[tuple[str, str]]] = {}
         self.live: MicroBatch | None = None
+        self.tap: Callable[..., Tensor] = Tap.apply
         self._mode = _Mode(self)
         self._info: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._by_storage: dict[Any, Layout] = {}
@@ -249,30 +250,15 @@ class Capture:
                 return body(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         infos = [self._find(x) if isinstance(x, Tensor) else None for x in leaves]
-        nodes = tuple(x if type(x) is Node else None for x in infos)
-        layouts = tuple(x if type(x) is Layout else None for x in infos)
-        saved = [x.detach() if n is not None else x for x, n in zip(leaves, nodes, strict=True)]
-        if name_of(func) in ("add", "sub", "rsub"):  # their derivative needs shapes only
-            saved = [shape_of(x) if isinstance(x, Tensor) else x for x in saved]
-        elif in_place(func):
-            saved[0] = saved[0].clone()
-        pure = getattr(torch, name_of(func), None) if in_place(func) else func
-        call = Call(
-            pure or func, spec, tuple(saved), nodes, layouts, Layout(0), self.live.B, self.form
-        )
-
-        operand, weight = None, self._summed(rule, call)
-        if weight is None:
-            out = func(*args, **kwargs)
-        else:
-            operand = leaves[weight]
-            leaves[weight] = operand.detach()  # its gradient will come from the tap
-            detached_args, detached_kwargs = tree_unflatten(leaves, spec)
-            out = func(*detached_args, **detached_kwargs)
-        if operand is None and not any(t.requires_grad for t in tensors_in(out)):
+        nodes = [x if type(x) is Node else None for x in infos]
+        layouts = [x if type(x) is Layout else None for x in infos]
+        call = prepare(func, leaves, spec, nodes, layouts, self.live.B, self.form)
+        summed = summed_leaves(rule, call) if self.fast else ()
+        out = operate(func, leaves, spec, summed)
+        if not summed and not any(t.requires_grad for t in tensors_in(out)):
             self._note_batched(func, args, kwargs, out)
             return out
-        if not isinstance(out, Tensor) or pure is None:
+        if not isinstance(out, Tensor) or not has_pure_form(func):
             raise refusal(call, tensors_in(out), "it has no rule")
         layout = follow(func, args, kwargs, out, self._layout, self.live.B)
         if layout is None:
@@ -283,20 +269,10 @@ class Capture:
         on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         self.live.autocast = device, on, dtype
         call = replace(call, layout=layout, autocast=self.live.autocast)
-        tap = Tapped(
-            call, rule.records if rule else replay, self.live, weight, self.receive, refusal
-        )
-        out = Tap.apply(own(out), operand, tap)
+        tap = Tapped(call, rule.records if rule else replay, self.live, summed, self.receive)
+        out = self.tap(own(out), tap, *(leaves[i] for i in summed))
         self._remember(out, layout)
         return out
-
-    def _summed(self, rule: OpRule | None, call: Call) -> int | None:
-        """The weight whose gradient is to be the sum of its per-example gradients, if there is."""
-        if not self.fast or rule is None or rule.weight is None:
-            return None
-        leaf = call.at(*rule.weight)
-        wanted = leaf is not None and call.nodes[leaf] is not None and rule.materialises(call)
-        return leaf if wanted else None
 
     def _write_parameter(self, func: Any, args: Any, batched: bool) -> None:
         """``target[index] = parameter``: as an operation that gives a new target."""
@@ -319,33 +295,33 @@ class Capture:
         if layout is None or target._is_view():
             raise refusal(call, [target], "the examples cannot be told apart in the target")
         self.live.met = True
-        tap = Tapped(call, replay, self.live, None, self.receive, refusal)
-        self._remember(Tap.apply(target, None, tap), layout)
+        tap = Tapped(call, replay, self.live, (), self.receive)
+        self._remember(self.tap(target, tap), layout)
 
-    def receive(self, tap: Tapped, call: Call, delta: Tensor) -> Tensor | None:
-        """δ has arrived: keep the records; the sum over examples of the operand's, if asked."""
-        if not tap.micro.fired:
-            tap.micro.fired = True
+    def receive(self, tap: Tapped, call: Call, delta: Tensor) -> list[Tensor]:
+        """δ has arrived: keep the records; the gradients of what is summed."""
+        self.first_gradient(tap.micro)
+        pairs = tap.records(call, delta)
+        totals = tap.totals(call, pairs)
+        self.keep(tap.micro, call.name, pairs)
+        return totals
+
+    def first_gradient(self, micro: MicroBatch) -> None:
+        """Before anything is added to .grad."""
+        if not micro.fired:
+            micro.fired = True
             self.on_first_gradient()
-        total = None
-        operand = call.nodes[tap.weight] if tap.weight is not None else None
-        try:
-            pairs = list(tap.rule(call, delta))
-        except NotImplementedError as e:
-            raise refusal(call, [delta], str(e)) from None
+
+    def keep(self, micro: MicroBatch, name: str, pairs: Sequence[tuple[Node, Record]]) -> None:
         for node, record in pairs:
             for root in node.roots:
                 form = type(record).__name__.lower()
-                self.coverage.setdefault(root, set()).add((call.name, form))
-            if operand is node and isinstance(record, Dense):
-                dtype = torch.float64 if record.grads.dtype == torch.float64 else torch.float32
-                total = record.grads.sum(0, dtype=dtype)
+                self.coverage.setdefault(root, set()).add((name, form))
             if self.offload:
                 record = record.map(lambda t: t.to("cpu", non_blocking=False))
-            before = tap.micro.bytes
-            tap.micro.add(node, record)
-            self.check_memory(tap.micro.bytes - before)
-        return total
+            before = micro.bytes
+            micro.add(node, record)
+            self.check_memory(micro.bytes - before)
 
     # Activation checkpointing recomputes in the autograd engine, where no mode is on. Hooks on the
     # modules turn it on again; they are there only from the moment checkpointing is seen.

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from inrun.errors import refusal
 from inrun.nodes import Node
 from inrun.ops import Call, Dense, Record
+from inrun.ops.records import wide_type
 
 
 @dataclass
@@ -43,31 +45,50 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Tapped:
-    """What the tap needs when δ arrives."""
+    """What the tap needs when δ arrives.
+
+    ``summed``: the leaves whose gradient is to be the sum of their per-example gradients. The
+    operation saw them detached; their gradients come from the tap.
+    """
 
     call: Call
     rule: Any
     micro: MicroBatch
-    weight: int | None
-    receive: Callable[[Tapped, Call, Tensor], Tensor | None]
-    refusal: Callable[[Call, list[Tensor], str], Exception]
+    summed: tuple[int, ...]
+    receive: Callable[[Tapped, Call, Tensor], Sequence[Tensor]]
+
+    def records(self, call: Call, delta: Tensor) -> list[tuple[Node, Record]]:
+        try:
+            return list(self.rule(call, delta))
+        except NotImplementedError as e:
+            raise refusal(call, [delta], str(e)) from None
+
+    def totals(self, call: Call, pairs: Sequence[tuple[Node, Record]]) -> list[Tensor]:
+        """Σ_i g_i of the summed leaves, in at least float32."""
+        found = []
+        for leaf in self.summed:
+            rows = [record.rows() for node, record in pairs if node is call.nodes[leaf]]
+            parts = [x.sum(0, dtype=wide_type(x.dtype)) for x in rows]
+            found.append(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
+        return found
 
 
 class Tap(torch.autograd.Function):
     """The identity; its backward hands δ to the capture.
 
     Inputs that belong to the examples are saved the way autograd saves its own, so activation
-    checkpointing drops and recomputes them like the rest.
+    checkpointing drops and recomputes them like the rest. ``extras`` are inputs that take no part
+    in the forward pass; the capture's answer is their gradients.
     """
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, operand: Tensor | None, tap: Tapped) -> Tensor:
+    def forward(ctx: Any, out: Tensor, tap: Tapped, *extras: Tensor) -> Tensor:
         call = tap.call
         where = [i for i, x in enumerate(call.layouts) if x is not None]
         ctx.save_for_backward(*(call.leaves[i] for i in where))
         rest = tuple(None if i in where else x for i, x in enumerate(call.leaves))
         ctx.where = where
-        ctx.operand = None if operand is None else operand.dtype
+        ctx.dtypes = [x.dtype for x in extras]
         ctx.tap = replace(tap, call=replace(call, leaves=rest))
         ctx.mark_dirty(out)
         return out
@@ -77,17 +98,14 @@ class Tap(torch.autograd.Function):
         tap = ctx.tap
         if torch.is_grad_enabled():
             why = "its gradient is differentiated again (create_graph=True)"
-            raise tap.refusal(tap.call, [delta], why)
+            raise refusal(tap.call, [delta], why)
         leaves = list(tap.call.leaves)
         for i, x in zip(ctx.where, ctx.saved_tensors, strict=True):
             leaves[i] = x.detach()
         call = replace(tap.call, leaves=tuple(leaves))
         with torch._C.DisableTorchFunction(), torch.autocast(delta.device.type, enabled=False):
-            total = tap.receive(tap, call, delta)
-        if ctx.operand is None:
-            return delta, None, None
-        assert total is not None
-        return delta, total.to(ctx.operand), None
+            given = tap.receive(tap, call, delta)
+        return delta, None, *(g.to(t) for g, t in zip(given, ctx.dtypes, strict=True))
 
 
 def own_tensors(model: nn.Module) -> set[int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from inrun.layout import Layout, name_of, to_rows
-from inrun.ops.records import Aligned, Dense, Record, Replay
+from inrun.ops.records import Aligned, Dense, Record, Replay, wide_type
 
 Form = Literal["auto", "ghost", "materialise"]
 
@@ -66,7 +66,8 @@ class Call:
     def channels(self, full: Tensor) -> Tensor:
         """[examples, C, …] summed to [B, C]."""
         merged = self.layout.outer * self.layout.inner
-        return self.split(full).reshape(self.B, merged, full.shape[1], -1).sum((1, 3))
+        rows = self.split(full).reshape(self.B, merged, full.shape[1], -1)
+        return rows.sum((1, 3), dtype=wide_type(full.dtype))
 
     def value(self, position: int, keyword: str, default: Any = None) -> Any:
         """The value of an argument, whole (a list stays a list)."""
@@ -116,11 +117,13 @@ class OpRule:
     """A rule, and for operations with a weight matrix where it is and when to materialise it.
 
     ``weight`` is the argument whose gradient is most of the backward pass: with
-    ``training="fast"`` it is formed as the sum of the per-example gradients.
+    ``training="fast"`` it is formed as the sum of the per-example gradients where these are
+    materialised; that of ``vectors``, which always are, in any case.
     """
 
     records: RuleFunction
     weight: tuple[int, str] | None = None
+    vectors: tuple[tuple[int, str], ...] = ()
     sizes: Callable[[Call], tuple[int, int] | None] | None = None
 
     def materialises(self, call: Call) -> bool:
@@ -143,16 +146,18 @@ _RULES: dict[Any, OpRule] = {}
 def register_op(
     *funcs: Any,
     weight: tuple[int, str] | None = None,
+    vectors: tuple[tuple[int, str], ...] = (),
     sizes: Callable[[Call], tuple[int, int] | None] | None = None,
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Decorator: the function below gives the records of these operations.
 
-    ``funcs`` are functions, or names that stand for all spellings of an operation.
+    ``funcs`` are functions, or names that stand for all spellings of an operation; the rest are
+    the fields of :class:`OpRule`.
     """
 
     def decorate(rule: RuleFunction) -> RuleFunction:
         for func in funcs:
-            _RULES[func] = OpRule(rule, weight, sizes)
+            _RULES[func] = OpRule(rule, weight, vectors, sizes)
         return rule
 
     return decorate
@@ -215,11 +220,11 @@ def reduce_to(call: Call, full: Tensor, leaf: int) -> Record | None:
 
 def sum_to(rows: Tensor, shape: tuple[int, ...], missing: int) -> Tensor:
     """Sum [B, …] down to [B, *W]: the leading dimensions W lacks, and those where W has 1."""
-    lead = rows.ndim - len(shape)
+    lead, dtype = rows.ndim - len(shape), wide_type(rows.dtype)
     if lead:
-        rows = rows.sum(tuple(range(1, 1 + lead)))
+        rows = rows.sum(tuple(range(1, 1 + lead)), dtype=dtype)
     ones = tuple(d for d in range(1, len(shape)) if shape[d] == 1 != rows.shape[d])
-    return (rows.sum(ones, keepdim=True) if ones else rows).reshape(shape)
+    return (rows.sum(ones, keepdim=True, dtype=dtype) if ones else rows).reshape(shape)
 
 
 __all__ = ["Call", "Form", "OpRule", "op_rule", "reduce_to", "register_op", "replay"]

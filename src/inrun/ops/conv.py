@@ -24,7 +24,9 @@ def _sizes(call: Call) -> tuple[int, int] | None:
     return 2 * call.value(0, "input").numel() // call.B, call.value(1, "weight").numel()
 
 
-@register_op("conv1d", "conv2d", "conv3d", weight=(1, "weight"), sizes=_sizes)
+@register_op(
+    "conv1d", "conv2d", "conv3d", weight=(1, "weight"), vectors=((2, "bias"),), sizes=_sizes
+)
 def conv(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """``convNd(x, weight, bias, stride, padding, dilation, groups)``."""
     leaf = call.at(1, "weight")

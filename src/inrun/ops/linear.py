@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from inrun.ops.call import Call, materialises, reduce_to, register_op, replay, replay_leaf
-from inrun.ops.records import Dense, Pair, Record
+from inrun.ops.records import Dense, Pair, Record, wide_type
 
 
 def _weight(call: Call, x: tuple[int, str], node: Any, delta: Tensor, transposed: bool) -> Any:
@@ -35,16 +35,21 @@ def _sizes(x: tuple[int, str], W: tuple[int, str]) -> Any:
     return sizes
 
 
-@register_op("linear", weight=(1, "weight"), sizes=_sizes((0, "input"), (1, "weight")))
+@register_op(
+    "linear", weight=(1, "weight"), vectors=((2, "bias"),),
+    sizes=_sizes((0, "input"), (1, "weight")),
+)  # fmt: skip
 def linear(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """g_W = Σ_t δ_t ⊗ a_t, g_b = Σ_t δ_t."""
     if (W := call.node(1, "weight")) is not None:
         yield _weight(call, (0, "input"), W, delta, transposed=False)
     if (b := call.node(2, "bias")) is not None:
-        yield b, Dense(call.tokens(call.split(delta)).sum(1))
+        yield b, Dense(call.tokens(call.split(delta)).sum(1, dtype=wide_type(delta.dtype)))
 
 
-@register_op("addmm", weight=(2, "mat2"), sizes=_sizes((1, "mat1"), (2, "mat2")))
+@register_op(
+    "addmm", weight=(2, "mat2"), vectors=((0, "input"),), sizes=_sizes((1, "mat1"), (2, "mat2"))
+)
 def addmm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """b + x W with W of shape [I, O]."""
     if not _plain(call) or not call.batched(1, "mat1"):

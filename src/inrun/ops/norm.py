@@ -34,7 +34,7 @@ def _reduce(call: Call, full: Tensor, leaf: int, channels: bool) -> Record:
     return Dense(call.channels(full))
 
 
-@register_op("layer_norm", "rms_norm")
+@register_op("layer_norm", "rms_norm", vectors=((2, "weight"), (3, "bias")))
 def last_dimensions(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """Over the last dimensions, which the weight has the shape of."""
     x, shape = call.value(0, "input"), call.value(1, "normalized_shape")
@@ -51,7 +51,7 @@ def last_dimensions(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
         )  # fmt: skip
 
 
-@register_op("group_norm")
+@register_op("group_norm", vectors=((2, "weight"), (3, "bias")))
 def group_norm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     x, groups, eps = call.value(0, "input"), call.value(1, "num_groups"), call.value(4, "eps", 1e-5)
     yield from _affine(
@@ -67,13 +67,13 @@ def _running(
     return (None, None) if training else (call.value(*mean), call.value(*var))
 
 
-@register_op(F.batch_norm)
+@register_op(F.batch_norm, vectors=((3, "weight"), (4, "bias")))
 def batch_norm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """``F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)``."""
     yield from _batch_norm(call, delta, mean=1, var=2, w=3, b=4)
 
 
-@register_op(torch.batch_norm)
+@register_op(torch.batch_norm, vectors=((1, "weight"), (2, "bias")))
 def torch_batch_norm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """``torch.batch_norm(x, weight, bias, mean, var, training, momentum, eps, cudnn)``."""
     yield from _batch_norm(call, delta, mean=3, var=4, w=1, b=2)
@@ -89,7 +89,7 @@ def _batch_norm(call: Call, delta: Tensor, mean: int, var: int, w: int, b: int) 
     )  # fmt: skip
 
 
-@register_op(F.instance_norm)
+@register_op(F.instance_norm, vectors=((3, "weight"), (4, "bias")))
 def instance_norm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """``F.instance_norm(x, mean, var, weight, bias, use_input_stats, momentum, eps)``."""
     x, own, eps = (

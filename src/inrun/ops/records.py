@@ -199,9 +199,13 @@ def _gradient(y: Tensor, W: Tensor, delta: Tensor) -> Tensor:
     return torch.zeros_like(W) if g is None else g
 
 
-def wide(x: Tensor) -> Tensor:
+def wide_type(dtype: torch.dtype) -> torch.dtype:
     """At least float32: sums over many products do not fit half precision."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.to(wide_type(x.dtype))
 
 
 def together(a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:

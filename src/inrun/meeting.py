@@ -1,0 +1,59 @@
+"""One operation in which parametric tensors meet examples: what is saved, what is summed, how it
+runs. Shared by the capture of eager models and that of compiled ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from inrun.layout import Layout, in_place, name_of
+from inrun.ops import Call, Form, OpRule
+from inrun.tap import shape_of
+
+
+def prepare(
+    func: Any, leaves: Sequence[Any], spec: TreeSpec, nodes: Sequence[Any],
+    layouts: Sequence[Layout | None], B: int, form: Form,
+) -> Call:  # fmt: skip
+    """The call, with what its rule will need, before the operation runs."""
+    saved = [x.detach() if n is not None else x for x, n in zip(leaves, nodes, strict=True)]
+    if name_of(func) in ("add", "sub", "rsub"):  # their derivative needs shapes only
+        saved = [shape_of(x) if isinstance(x, Tensor) else x for x in saved]
+    elif in_place(func):
+        saved[0] = saved[0].clone()
+    pure = getattr(torch, name_of(func), None) if in_place(func) else func
+    return Call(
+        pure or func, spec, tuple(saved), tuple(nodes), tuple(layouts), Layout(0), B, form
+    )
+
+
+def has_pure_form(func: Any) -> bool:
+    """Is there a version of the operation that writes nothing?"""
+    return not in_place(func) or hasattr(torch, name_of(func))
+
+
+def summed_leaves(rule: OpRule | None, call: Call) -> tuple[int, ...]:
+    """The leaves whose gradients can be sums of per-example gradients that are formed anyway."""
+    if rule is None:
+        return ()
+    arguments = rule.vectors
+    if rule.weight is not None and rule.materialises(call):
+        arguments = (rule.weight, *arguments)
+    found = [leaf for a in arguments if (leaf := call.at(*a)) is not None]
+    nodes = [call.nodes[leaf] for leaf in found]
+    return tuple(
+        leaf
+        for leaf, node in zip(found, nodes, strict=True)
+        if node is not None and nodes.count(node) == 1
+    )
+
+
+def operate(func: Any, leaves: Sequence[Any], spec: TreeSpec, summed: Sequence[int]) -> Any:
+    """Run the operation; summed leaves are detached: their gradients will come from the tap."""
+    given = [x.detach() if i in summed else x for i, x in enumerate(leaves)]
+    args, kwargs = tree_unflatten(given, spec)
+    return func(*args, **kwargs)
