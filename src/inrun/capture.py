@@ -19,6 +19,7 @@ per-example gradients of a weight are formed anyway, its gradient is their sum
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,6 +31,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from inrun.compiled import Backend, backend_of
 from inrun.errors import nothing_recorded, random_parameter, refusal
 from inrun.follow import follow, written
 from inrun.layout import Layout, in_place, name_of, tensors_in
@@ -94,6 +96,8 @@ class Capture:
         self.coverage: dict[str, set[tuple[str, str]]] = {}
         self.live: MicroBatch | None = None
         self.tap: Callable[..., Tensor] = Tap.apply
+        self.calls, self.opened = 0, list[int]()  # calls seen, and composite ones among them
+        self._eager_only, self._backend = False, Backend(self, backend_of(model))
         self._mode = _Mode(self)
         self._info: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._by_storage: dict[Any, Layout] = {}
@@ -113,8 +117,7 @@ class Capture:
         self._shapes = []
         self._constants = own_tensors(self.model)
         try:
-            # A compiled model runs eagerly while it is watched: the mode sees its operations.
-            with torch.compiler.set_stance("force_eager"), self._mode:
+            with self._stance(), self._mode:
                 yield self.live
             if not self.live.fired:
                 raise nothing_recorded(
@@ -128,10 +131,58 @@ class Capture:
             self._info = WeakTensorKeyDictionary()
             self._by_storage = {}
 
+    def _stance(self) -> Any:
+        """What is compiled goes through our backend, or runs eagerly where it cannot."""
+        if self._eager_only:
+            return torch.compiler.set_stance("force_eager")
+        return torch.compiler.set_stance("default", force_backend=self._backend)
+
+    # For compiled graphs (compiled.py)
+
+    def stay_eager(self, why: str) -> None:
+        """From the next batch on, compiled code runs eagerly inside it."""
+        self._eager_only = True
+        warnings.warn(
+            f"inrun cannot score inside this compiled graph ({why}). What is compiled runs eagerly "
+            "inside run.batch from now on: the values are the same, the speed is not.",
+            stacklevel=3,
+        )
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The mode looks away."""
+        before, self._mode.paused = self._mode.paused, True
+        try:
+            yield
+        finally:
+            self._mode.paused = before
+
+    @contextmanager
+    def planning(self, note: Callable[..., Tensor]) -> Iterator[None]:
+        """Calls are followed, and ``note`` is called in the place of taps."""
+        hooks = self._hooks or [_Nothing()]  # recomputation is not expected meanwhile
+        before = self.tap, self._mode.paused, self._hooks
+        self.tap, self._mode.paused, self._hooks = note, False, hooks
+        try:
+            yield
+        finally:
+            self.tap, self._mode.paused, self._hooks = before
+
+    def info(self, t: Tensor) -> Any:
+        """A ``Node``, a ``Layout`` or one of the kinds above."""
+        return self._find(t)
+
+    def note(self, t: Tensor, info: Any) -> None:
+        if type(info) is Layout or info is UNKNOWN:
+            self._remember(t, info if type(info) is Layout else None)
+        else:
+            self._info[t] = info
+
     # The mode
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One intercepted call."""
+        self.calls += 1
         if func in _PASS:
             return func(*args, **kwargs)
         tensors = tensors_in(args, kwargs)
@@ -246,6 +297,7 @@ class Capture:
         self.live.met = True
         rule = op_rule(func)
         if rule is None and (body := composite(func)) is not None:
+            self.opened.append(self.calls - 1)
             with self._mode:
                 return body(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
@@ -348,10 +400,18 @@ class Capture:
 class _Mode(TorchFunctionMode):
     def __init__(self, capture: Capture) -> None:
         super().__init__()
-        self.capture = capture
+        self.capture, self.paused = capture, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # torch.compile traces through here; its graph comes to us by another way (compiled.py)
+        if torch.compiler.is_dynamo_compiling() or self.paused:
+            return func(*args, **(kwargs or {}))
         return self.capture.call(func, args, kwargs or {})
+
+
+class _Nothing:
+    def remove(self) -> None:
+        """There is nothing to remove."""
 
 
 def _is_random(args: Any, kwargs: Any) -> bool:

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from inrun import __version__, metrics
+from inrun.bench.command import bench
 from inrun.examples import load_examples
 from inrun.ledger import LedgerError
 from inrun.report.facts import describe, facts_of
@@ -288,6 +289,9 @@ def demo(
     result = run_demo(task.value, out, seed=seed, seeds=seeds, epochs=epochs, console=console)
     if as_json:
         typer.echo(json.dumps(_clean(result), ensure_ascii=False, indent=1))
+
+
+app.command()(plain_errors(bench))
 
 
 def _scores(saved: SavedRun, by: By, estimator: str | None) -> pd.DataFrame:

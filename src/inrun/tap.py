@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from inrun.errors import refusal
 from inrun.nodes import Node
@@ -142,6 +143,8 @@ def saved_tensors_hooks() -> bool:
 
 
 def storage_key(t: Tensor) -> Any:
+    if isinstance(t, FakeTensor):
+        return None
     try:
         return t.data_ptr(), tuple(t.shape), t.stride(), t.device
     except RuntimeError:  # a tensor without storage: inside vmap and the like

@@ -1,0 +1,71 @@
+"""Models of transformers with random weights, built from a configuration without network."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+SMALL: dict[str, dict[str, Any]] = {  # where the usual size is 7 billion parameters
+    "llama": {
+        "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
+        "num_attention_heads": 8, "num_key_value_heads": 8,
+    },
+}  # fmt: skip
+
+
+def causal_model(name: str, length: int, vocab: int | None) -> tuple[nn.Module, int]:
+    """A causal language model and its vocabulary.
+
+    Args:
+        name: a model type or a folder with a config.json, then overrides of its configuration:
+            ``llama,hidden_size=256``.
+        length: tokens of a sequence.
+        vocab: size of the vocabulary; None is the configuration's.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ValueError("hf: models need transformers: pip install 'inrun[hf]'") from None
+    kind, *pairs = name.split(",")
+    overrides = dict(_pair(p) for p in pairs) | ({"vocab_size": vocab} if vocab else {})
+    if Path(kind, "config.json").is_file():
+        config = AutoConfig.from_pretrained(kind, local_files_only=True, **overrides)
+    else:
+        try:
+            config = AutoConfig.for_model(kind, **(SMALL.get(kind, {}) | overrides))
+        except ValueError as error:
+            if "Unrecognized" not in str(error):
+                raise
+            raise ValueError(
+                f"--model hf:{kind}: neither a model type of transformers nor a folder with a "
+                "config.json"
+            ) from None
+    for key, value in config.to_dict().items():  # examples would differ in luck, copies too
+        if "drop" in key and isinstance(value, float):
+            setattr(config, key, 0.0)
+    config.use_cache = False
+    config.loss_type = "ForCausalLM"
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None  # the tokens are random
+    longest = getattr(config, "max_position_embeddings", None) or length
+    if length > longest:
+        raise ValueError(f"--length {length}: hf:{kind} has {longest} positions")
+    try:
+        model = AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        if "Unrecognized" not in str(error):
+            raise
+        raise ValueError(f"--model hf:{kind}: transformers has no causal model of it") from None
+    return model, config.vocab_size
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--model hf:...,{text}: overrides are KEY=VALUE")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value

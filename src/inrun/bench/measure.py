@@ -1,0 +1,186 @@
+"""Times the variants: warm-up, rounds, medians, peak memory, stages; a failure is a row too."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from inrun import stages
+from inrun.bench.models import Problem
+from inrun.bench.options import Options
+from inrun.bench.trainers import VARIANTS, Trainer, make_optimizer
+from inrun.bench.verify import verify
+
+LOOKED_INTO = 3  # steps after the timed ones, by stage
+Tick = Callable[[str], None]  # called after each step with the mode and the variant
+
+
+@dataclass
+class Row:
+    """One variant in one mode."""
+
+    mode: str
+    variant: str
+    status: str = "ok"  # or "out of memory", "failed"
+    message: str | None = None  # why, or what else there is to say
+    rounds: list[list[float]] = field(default_factory=list)  # milliseconds of each timed step
+    peak_bytes: int | None = None
+    reserved_bytes: int | None = None
+    stages_ms: dict[str, float] = field(default_factory=dict)
+    verify: dict[str, Any] | None = None
+
+    def fail(self, error: Exception) -> None:
+        memory = isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError))
+        self.status = "out of memory" if memory else "failed"
+        self.message = _words(error)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def time_steps(step: Callable[[], None], n: int, device: torch.device) -> list[float]:
+    """Milliseconds of n steps. On a GPU between events at their ends: nothing waits meanwhile."""
+    if device.type != "cuda":
+        moments = [time.perf_counter()]
+        for _ in range(n):
+            step()
+            moments.append(time.perf_counter())
+        return [1e3 * (b - a) for a, b in itertools.pairwise(moments)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(n + 1)]
+    torch.cuda.synchronize()
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+
+
+class Trial:
+    """One variant on its way to a row: built, warmed up, timed, looked into."""
+
+    def __init__(
+        self, problem: Problem, options: Options, mode: str, variant: str, tick: Tick
+    ) -> None:
+        self.problem, self.options, self.tick = problem, options, tick
+        self.row = Row(mode, variant)
+        self._trainer: Trainer | None = None
+
+    def attempt(self, part: Callable[..., None], *args: Any) -> None:
+        """A part of the trial; what goes wrong ends it and stays in its row."""
+        if self.row.status != "ok":
+            return
+        try:
+            part(*args)
+        except Exception as error:
+            self.row.fail(error)
+        if self.row.status != "ok":  # here, where the error no longer holds on to tensors
+            self.close()
+
+    @property
+    def trainer(self) -> Trainer:
+        assert self._trainer is not None
+        return self._trainer
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.problem.device.type == "cuda"
+
+    def start(self) -> None:
+        model = copy.deepcopy(self.problem.model).to(self.problem.device)
+        optimizer = make_optimizer(self.options.optimizer, list(model.parameters()))
+        make = VARIANTS[self.row.variant]
+        self._trainer = make(self.problem, model, optimizer, self.row.mode == "compile")
+        for _ in range(self.options.warmup):
+            self._step()
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+
+    def time(self, n: int) -> None:
+        self.row.rounds.append(time_steps(self._step, n, self.problem.device))
+
+    def finish(self) -> None:
+        row = self.row
+        if self.on_gpu:
+            row.peak_bytes = torch.cuda.max_memory_allocated()
+            row.reserved_bytes = torch.cuda.max_memory_reserved()
+        with stages.measured() as watch:
+            for _ in range(LOOKED_INTO):
+                self._step()
+        row.stages_ms = {k: ms / LOOKED_INTO for k, ms in watch.milliseconds().items()}
+        row.message = self.trainer.remark()
+        if self.options.verify and self.trainer.estimator is not None:
+            try:
+                row.verify = verify(self.trainer)
+            except Exception as error:  # the times stand
+                row.verify = {"message": _words(error)}
+        self.close()
+
+    def close(self) -> None:
+        if self._trainer is not None:
+            self._trainer.close()
+            self._trainer = None
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+    def _step(self) -> None:
+        self.trainer.step()
+        self.tick(f"{self.row.mode}: {self.row.variant}")
+
+
+def measure(problem: Problem, options: Options, tick: Tick) -> Iterator[Row]:
+    """One row for each mode and variant.
+
+    Eager variants on a CPU take turns, round by round: its speed drifts. Elsewhere one follows the
+    other: peak memory is that of a variant alone, and compiled code is not shared.
+    """
+    for mode in options.modes:
+        together = mode == "eager" and problem.device.type == "cpu"
+        for group in [options.variants] if together else [(v,) for v in options.variants]:
+            if mode == "compile":
+                torch.compiler.reset()
+            trials = [Trial(problem, options, mode, variant, tick) for variant in group]
+            for trial in trials:
+                trial.attempt(trial.start)
+            for n in options.steps_by_round:
+                for trial in trials:
+                    trial.attempt(trial.time, n)
+            for trial in trials:
+                trial.attempt(trial.finish)
+                yield trial.row
+
+
+def summary(row: Row, plain: Row | None, batch: int) -> dict[str, Any]:
+    """The numbers of a row; ratios are to plain training in the same mode.
+
+    ``ratio`` is of throughput, ``ratio_range`` its lowest and highest round.
+    """
+    out: dict[str, Any] = {
+        "mode": row.mode, "variant": row.variant, "status": row.status, "message": row.message,
+        "step_ms": None, "samples_per_s": None, "ratio": None, "ratio_range": None,
+        "peak_bytes": row.peak_bytes, "reserved_bytes": row.reserved_bytes, "memory_ratio": None,
+        "stages_ms": row.stages_ms, "verify": row.verify,
+    }  # fmt: skip
+    if row.status != "ok":
+        return out
+    by_round = [float(np.median(r)) for r in row.rounds]
+    p10, median, p90 = np.percentile(np.concatenate(row.rounds), (10, 50, 90)).tolist()
+    out["step_ms"] = {"median": median, "p10": p10, "p90": p90, "rounds": by_round}
+    out["samples_per_s"] = 1e3 * batch / median
+    if plain is not None and plain.status == "ok":
+        out["ratio"] = float(np.median(np.concatenate(plain.rounds))) / median
+        ratios = [float(np.median(r)) / own for r, own in zip(plain.rounds, by_round, strict=True)]
+        out["ratio_range"] = [min(ratios), max(ratios)]
+        if row.peak_bytes is not None and plain.peak_bytes:
+            out["memory_ratio"] = row.peak_bytes / plain.peak_bytes
+    return out

@@ -1,0 +1,190 @@
+"""What is trained: a model by name, a batch and validation targets of seeded random data.
+
+Models take a batch as keyword arguments and return its loss (or an output that has one), so that
+``torch.compile(model)`` compiles the loss too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Batch = dict[str, Tensor]
+SMALL_VOCABULARY = 256
+IMAGE, CLASSES = (3, 32, 32), 10
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What all variants train on. The model is never trained itself: variants train copies."""
+
+    model: nn.Module
+    batch: Batch
+    targets: dict[str, Batch]
+    device: torch.device
+    autocast: bool  # bfloat16
+
+    def loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        out = model(**batch)
+        return out if isinstance(out, Tensor) else out.loss
+
+    def precision(self) -> torch.autocast:
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast)
+
+    @property
+    def B(self) -> int:
+        return len(self.batch["labels"])
+
+    def double(self) -> Problem:
+        """The same in float64; without its model, whose weights are those of step 0."""
+
+        def wide(batch: Batch) -> Batch:
+            return {k: x.double() if x.is_floating_point() else x for k, x in batch.items()}
+
+        targets = {k: wide(batch) for k, batch in self.targets.items()}
+        return replace(self, batch=wide(self.batch), targets=targets, autocast=False)
+
+
+def make_problem(
+    model: str,
+    *,
+    batch: int,
+    length: int,
+    validation: int,
+    targets: int,
+    vocab: int | None,
+    dtype: str,
+    device: str,
+    seed: int,
+) -> Problem:
+    """The model, its training batch and ``targets`` validation batches of ``validation`` rows."""
+    wanted = {"float64": torch.float64, "bf16-weights": torch.bfloat16}.get(dtype, torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made, draw = _model(model, length, vocab)
+
+        def rows(n: int) -> Batch:
+            batch = {k: x.to(device) for k, x in draw(n).items()}
+            return {k: x.to(wanted) if x.is_floating_point() else x for k, x in batch.items()}
+
+        # a name for each, also where there is one: the tables then have the same columns
+        return Problem(
+            made.to(wanted).train(), rows(batch), {f"target{q}": rows(validation) for q in range(targets)},
+            torch.device(device), dtype == "bf16",
+        )  # fmt: skip
+
+
+def _model(name: str, length: int, vocab: int | None) -> tuple[nn.Module, Callable[[int], Batch]]:
+    """A model by name and what draws rows for it."""
+    if name == "convnet":
+        if vocab is not None:
+            raise ValueError("--vocab is for text models, not for convnet")
+        return ConvNet(), images
+    if name.startswith("hf:"):
+        from inrun.bench.hf import causal_model
+
+        found, size = causal_model(name.removeprefix("hf:"), length, vocab)
+        return found, lambda n: tokens(n, length, size, "input_ids")
+    if name == "gpt2":
+        size = vocab or 50257
+        gpt = GPT(12, 768, size, max(length, 1024))
+    elif shape := re.fullmatch(r"gpt-(\d+)x(\d+)", name):
+        size = vocab or SMALL_VOCABULARY
+        gpt = GPT(int(shape[1]), int(shape[2]), size, length)
+    else:
+        raise ValueError(
+            f"--model {name}: choose gpt2, gpt-LAYERSxWIDTH (gpt-4x128), convnet, hf:NAME (a model "
+            "type of transformers, such as hf:gpt2 or hf:llama) or hf:FOLDER (with a config.json)"
+        )
+    return gpt, lambda n: tokens(n, length, size)
+
+
+def tokens(n: int, length: int, vocab: int, shifted: str | None = None) -> Batch:
+    """Random sequences. A model that shifts the labels itself gets the same under both names."""
+    if shifted is not None:
+        drawn = torch.randint(vocab, (n, length))
+        return {shifted: drawn, "labels": drawn}
+    drawn = torch.randint(vocab, (n, length + 1))
+    return {"inputs": drawn[:, :-1].contiguous(), "labels": drawn[:, 1:].contiguous()}
+
+
+def images(n: int) -> Batch:
+    return {"inputs": torch.randn(n, *IMAGE), "labels": torch.randint(CLASSES, (n,))}
+
+
+class GPT(nn.Module):
+    """A decoder of GPT-2's shape: learned positions, LayerNorm first, tied head, no dropout."""
+
+    def __init__(self, layers: int, width: int, vocab: int, positions: int) -> None:
+        super().__init__()
+        if layers < 1 or width < 32 or width % 32:
+            raise ValueError(f"gpt-{layers}x{width}: the width must be a multiple of 32")
+        self.token = nn.Embedding(vocab, width)
+        self.position = nn.Embedding(positions, width)
+        heads = width // (64 if width % 64 == 0 and width >= 256 else 32)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        for name, p in self.named_parameters():
+            if p.ndim > 1:
+                into_residual = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(p, std=0.02 / (2 * layers) ** 0.5 if into_residual else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        x = self.token(inputs) + self.position(torch.arange(inputs.shape[1], device=inputs.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.token.weight)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, D = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(B, T, D))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class ConvNet(nn.Module):
+    """A small ResNet with GroupNorm: examples do not meet."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(IMAGE[0], width, 3, padding=1, bias=False)
+        stages = [(width, width, 1), (width, 2 * width, 2), (2 * width, 4 * width, 2)]
+        self.blocks = nn.Sequential(*(Residual(*shape) for shape in stages))
+        self.norm = nn.GroupNorm(8, 4 * width)
+        self.head = nn.Linear(4 * width, CLASSES)
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.blocks(self.stem(inputs))))
+        return F.cross_entropy(self.head(x.mean((2, 3))), labels)
+
+
+class Residual(nn.Module):
+    def __init__(self, inside: int, outside: int, stride: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.GroupNorm(8, inside), nn.GroupNorm(8, outside)
+        self.conv1 = nn.Conv2d(inside, outside, 3, stride, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(outside, outside, 3, padding=1, bias=False)
+        self.skip = nn.Conv2d(inside, outside, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.conv1(F.relu(self.norm1(x)))
+        return self.skip(x) + self.conv2(F.relu(self.norm2(hidden)))
