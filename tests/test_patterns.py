@@ -309,4 +309,4 @@ def test_closing_inside_a_batch_keeps_nothing():
     with run.batch(range(6)):
         square(model, x).backward()
         run.close()
-    assert not run._pending and not run._gradients
+    assert not run._pending and not run._scorer.accumulated._held

@@ -15,7 +15,7 @@ from inrun.logging import log
 from inrun.ops import register_op
 from inrun.rules import register_optimizer
 from inrun.run import Run, watch
-from inrun.validation import by_label
+from inrun.targets import by_label
 
 if TYPE_CHECKING:
     from inrun.store import SavedRun

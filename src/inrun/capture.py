@@ -72,6 +72,7 @@ class Capture:
         batch_dim: the dimension of the examples in the model's inputs.
         form: force the ghost or the materialised form where an operation has both.
         fast: form weight gradients as sums of per-example gradients.
+        probe: keep records only; no parameter receives a gradient.
         offload: keep records in host memory.
         check_memory: called with the bytes of every record that is kept.
         on_first_gradient: called in each batch before anything is added to .grad.
@@ -85,16 +86,19 @@ class Capture:
         batch_dim: int = 0,
         form: Form = "auto",
         fast: bool = False,
+        probe: bool = False,
         offload: bool = False,
         check_memory: Callable[[int], None] = lambda new: None,
         on_first_gradient: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model
         self.watch(params)
-        self.batch_dim, self.form, self.fast, self.offload = batch_dim, form, fast, offload
+        self.batch_dim, self.form, self.offload = batch_dim, form, offload
+        self.fast, self.probe = fast, probe
         self.check_memory, self.on_first_gradient = check_memory, on_first_gradient
         self.coverage: dict[str, set[tuple[str, str]]] = {}
         self.live: MicroBatch | None = None
+        self.trigger = torch.zeros((), requires_grad=True)  # puts taps into the graph
         self.tap: Callable[..., Tensor] = Tap.apply
         self.calls, self.opened = 0, list[int]()  # calls seen, and composite ones among them
         self._eager_only, self._backend = False, Backend(self, backend_of(model))
@@ -305,9 +309,11 @@ class Capture:
         nodes = [x if type(x) is Node else None for x in infos]
         layouts = [x if type(x) is Layout else None for x in infos]
         call = prepare(func, leaves, spec, nodes, layouts, self.live.B, self.form)
-        summed = summed_leaves(rule, call) if self.fast else ()
-        out = operate(func, leaves, spec, summed)
-        if not summed and not any(t.requires_grad for t in tensors_in(out)):
+        detached = summed = summed_leaves(rule, call) if self.fast else ()
+        if self.probe:
+            detached = tuple(i for i, n in enumerate(nodes) if n is not None)
+        out = operate(func, leaves, spec, detached)
+        if not detached and not any(t.requires_grad for t in tensors_in(out)):
             self._note_batched(func, args, kwargs, out)
             return out
         if not isinstance(out, Tensor) or not has_pure_form(func):
@@ -321,8 +327,10 @@ class Capture:
         on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         self.live.autocast = device, on, dtype
         call = replace(call, layout=layout, autocast=self.live.autocast)
-        tap = Tapped(call, rule.records if rule else replay, self.live, summed, self.receive)
-        out = self.tap(own(out), tap, *(leaves[i] for i in summed))
+        records = rule.records if rule else replay
+        tap = Tapped(call, records, self.live, detached, summed, self.receive)
+        extras = [self.trigger] if self.probe else [leaves[i] for i in summed]
+        out = self.tap(own(out), tap, *extras)
         self._remember(out, layout)
         return out
 
@@ -347,14 +355,14 @@ class Capture:
         if layout is None or target._is_view():
             raise refusal(call, [target], "the examples cannot be told apart in the target")
         self.live.met = True
-        tap = Tapped(call, replay, self.live, (), self.receive)
+        tap = Tapped(call, replay, self.live, (), (), self.receive)
         self._remember(self.tap(target, tap), layout)
 
-    def receive(self, tap: Tapped, call: Call, delta: Tensor) -> list[Tensor]:
+    def receive(self, tap: Tapped, call: Call, delta: Tensor) -> Sequence[Tensor | None]:
         """δ has arrived: keep the records; the gradients of what is summed."""
         self.first_gradient(tap.micro)
         pairs = tap.records(call, delta)
-        totals = tap.totals(call, pairs)
+        totals = [None] if self.probe else tap.totals(call, pairs)
         self.keep(tap.micro, call.name, pairs)
         return totals
 

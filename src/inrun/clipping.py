@@ -15,12 +15,14 @@ c(1 + ln 1/c); it overstates the part across G where single examples are clipped
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from inrun.contraction import Direction
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class Clipping:
     def identity(self) -> bool:
         return self.ratio == 1.0
 
+    @property
+    def common(self) -> float:
+        """The factor on all coordinates."""
+        return 1.0 if isinstance(self.ratio, list) else self.ratio
+
     def spread(self, G: Sequence[Tensor], energy: float) -> Clipping:
         """With the factor for the part across G; ``energy`` is Σ‖g_i‖²."""
         if self.norm is None:
@@ -51,18 +58,23 @@ class Clipping:
         size = self.scale * np.sqrt(alpha**2 * GG + alpha * (1 - alpha) * energy)
         return replace(self, across=float(np.minimum(1.0, self.norm / size).mean()))
 
-    def carry(self, u: Sequence[Tensor], G: Sequence[Tensor]) -> list[Tensor]:
-        """A direction for ḡ as a direction for G."""
-        if isinstance(self.ratio, list):
-            return [r * x for r, x in zip(self.ratio, u, strict=True)]
+    def carry(self, u: Direction, k: int) -> Direction:
+        """A direction for ḡ of parameter k as one for G, where that is a matter of coordinates."""
+        if not isinstance(self.ratio, list):
+            return u
+        ratio = self.ratio[k]
+        return replace(u, K=ratio * u.K) if u.K is not None else replace(u, v=ratio * u.v)
+
+    def apply(self, values: Tensor, expected: Tensor, aligned: Tensor | None) -> Tensor:
+        """The same for a common factor, on ⟨u, g_i⟩ [Q, B]: ``expected`` is ⟨u, G⟩ and ``aligned``
+        ⟨G, g_i⟩/‖G‖², needed where ``across`` is set."""
+        if isinstance(self.ratio, list) or self.identity:
+            return values
         if self.across is None:
-            return list(u) if self.identity else [self.ratio * x for x in u]
+            return self.ratio * values
+        assert aligned is not None
         across = self.scale * self.across
-        along = (self.ratio - across) * sum(
-            float((x.double() * g.double()).sum()) for x, g in zip(u, G, strict=True)
-        )
-        along /= sum(float(g.double().square().sum()) for g in G)
-        return [across * x + along * g.to(x.dtype) for x, g in zip(u, G, strict=True)]
+        return across * values + (self.ratio - across) * expected[:, None] * aligned
 
     def function(self) -> Callable[[list[Tensor | None]], list[Tensor | None]]:
         """C itself, for the gradient of any coalition."""
@@ -82,6 +94,69 @@ class Clipping:
             ]
 
         return clip
+
+
+class Accumulated:
+    """G: the gradient as the batch left it, and whether anything happened to it since.
+
+    Copies are kept until a step has shown that nothing does. From then on torch's version counters
+    tell, and, since unscaling by a GradScaler leaves them alone, a sample of small parameters,
+    compared on the device so that nothing waits for it.
+    """
+
+    def __init__(self) -> None:
+        self.whole = True
+        self._held: dict[str, tuple[Tensor, int]] = {}
+        self._copies: dict[str, Tensor] = {}
+
+    def note(self, params: Mapping[str, Tensor]) -> None:
+        """After a batch."""
+        grads = {k: p.grad for k, p in params.items() if p.grad is not None}
+        self._held = {k: (g, g._version) for k, g in grads.items()}
+        chosen = grads if self.whole else dict(_smallest(grads, _SAMPLE))
+        self._copies = {k: g.detach().clone() for k, g in chosen.items()}
+
+    def forget(self) -> None:
+        self._held, self._copies = {}, {}
+
+    def compare(self, grads: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
+        """G, and a flag on the device that it is not what is thought; None: it is known."""
+        touched = any(
+            k not in self._held or self._held[k][0] is not g or self._held[k][1] != g._version
+            for k, g in grads.items()
+        )
+        some = {k: g for k, g in self._copies.items() if k in grads}
+        flags = [(g != grads[k]).any() for k, g in some.items()]
+        differ = torch.stack(flags).any() if flags else torch.zeros((), dtype=torch.bool)
+        if self.whole or touched:
+            if not bool(differ):
+                self.whole = False
+                return dict(grads), None
+            G = {k: some.get(k, g) for k, g in grads.items()}
+            if not self.whole:  # the first time: one factor for all, as the sample has it
+                c = _projection([grads[k] for k in some], list(some.values()))
+                G = {k: some[k] if k in some else g / c for k, g in grads.items()}
+                self.whole = True
+            return G, None
+        return dict(grads), differ
+
+
+_SAMPLE = 2**16  # numbers
+
+
+def _smallest(grads: Mapping[str, Tensor], n: int) -> Iterator[tuple[str, Tensor]]:
+    for k, g in sorted(grads.items(), key=lambda item: item[1].numel()):
+        yield k, g
+        n -= g.numel()
+        if n <= 0:
+            return
+
+
+def _projection(g: Sequence[Tensor], G: Sequence[Tensor]) -> float:
+    """⟨g, G⟩ / ⟨G, G⟩."""
+    both = sum(float((x.double() * y.double()).sum()) for x, y in zip(g, G, strict=True))
+    size = sum(float(y.double().square().sum()) for y in G)
+    return both / size if size and both else 1.0
 
 
 class ClippingWatch:

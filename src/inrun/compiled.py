@@ -79,10 +79,10 @@ class Meeting:
 
     def send(self, tap: Tapped, call: Call, delta: Tensor) -> list[Tensor]:
         """Inside the graph: gradients of what is summed, then of the slots."""
-        if self.raw:
-            return [delta, *(call.leaves[i] for i in batched(call))]
         pairs = tap.records(call, delta)
         tensors = [t for _, record in pairs for t in record.tensors()]
+        if self.raw:
+            tensors = [delta, *(call.leaves[i] for i in batched(call))]
         return [*tap.totals(call, pairs), *tensors]
 
     def arrived(self, tensors: Sequence[Tensor]) -> list[tuple[Node, Record]]:
@@ -104,7 +104,7 @@ def batched(call: Call) -> list[int]:
 def backend_of(model: Any) -> Any:
     """What the user compiles the model with: a backend or its name."""
     context = getattr(model, "dynamo_ctx", None)
-    found = getattr(context, "callback", None)
+    found: Any = getattr(context, "callback", None)
     while hasattr(found, "_torchdynamo_orig_backend"):
         found = found._torchdynamo_orig_backend
     return found if callable(found) else "inductor"
@@ -123,7 +123,7 @@ class Backend:
         if callable(self.inner):
             return self.inner(gm, list(inputs))
         if self.inner == "inductor":
-            return torch._inductor.compile(gm, list(inputs))  # type: ignore[return-value]
+            return torch._inductor.compile(gm, list(inputs))
         return torch._dynamo.lookup_backend(self.inner)(gm, list(inputs))
 
 
@@ -179,8 +179,7 @@ class Graph:
         slots: tuple[Tensor, ...] = ()
         if variant.meetings:
             live.met, live.autocast = True, variant.meetings[0].tap.call.autocast
-            trigger = torch.zeros((), requires_grad=True)  # so that the slots require gradients
-            slots = Receive.apply(trigger, capture, live, variant.meetings)
+            slots = Receive.apply(capture.trigger, capture, live, variant.meetings)
         out = variant.run(*inputs, *slots)
         for t, info in zip(tensors_in(out), variant.outputs, strict=True):
             capture.note(t, info)
@@ -250,7 +249,7 @@ class _Taps(TorchFunctionMode):
         )  # fmt: skip
         call = replace(call, layout=planned.layout, autocast=planned.autocast)
         summed = meeting.tap.summed
-        out = operate(func, leaves, spec, summed)
+        out = operate(func, leaves, spec, meeting.tap.detached)
         slots = [next(self.slots) for _ in meeting.slots]
         tap = replace(meeting.tap, call=call, receive=meeting.send)
         return Tap.apply(own(out), tap, *(leaves[i] for i in summed), *slots)
@@ -346,7 +345,9 @@ class _Planner(fx.Interpreter):
             x = self.env[a]
             own = isinstance(x, Tensor) and isinstance(self.capture.info(x), Node)
             if not own and a not in self.fixed and a.op not in ("placeholder", "get_attr"):
-                raise UnplannableError(f"'{n.name}' mixes parameters with '{a.name}' before an example")
+                raise UnplannableError(
+                    f"'{n.name}' mixes parameters with '{a.name}' before an example"
+                )
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(target, HigherOrderOperator):
@@ -362,7 +363,7 @@ class _Planner(fx.Interpreter):
             pairs = tap.records(call, torch.empty_like(out))
         raw = not all(isinstance(r, (Dense, Aligned, Pair, Lookup)) for _, r in pairs)
         constants = [x for i, x in enumerate(call.leaves) if i not in batched(call)]
-        if raw and (tap.summed or any(isinstance(x, FakeTensor) for x in constants)):
+        if raw and any(isinstance(x, FakeTensor) for x in constants):
             raise UnplannableError(f"'{call.name}' needs what is known only when it runs")
         sent = [t for _, r in pairs for t in r.tensors()]
         if raw:

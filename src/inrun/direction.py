@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inrun.rules.base import LinearMap, Rule, learning_rate
+from inrun import kernels
+from inrun.rules.base import LinearMap, Rule, Scale, learning_rate
 
 # Where on the path w_∅ → w_B (0 → 1) the gradient is taken; None is w_t, before the step.
 POINTS: dict[str, tuple[float | None, ...]] = {
@@ -78,7 +79,8 @@ class Moved:
         """The estimator's linear map for this parameter."""
         if kind == "sgd":
             lr = learning_rate(self.options)
-            return lambda v: (-lr if self.options.get("maximize") else lr) * v
+            lr = -lr if self.options.get("maximize") else lr
+            return lambda v: lr * v
         make = self.rule.secant if kind == "secant" else self.rule.tangent
         return make(self.g, self.p.detach(), self.state, self.options)
 
@@ -94,6 +96,24 @@ class Path:
     def __init__(self, moved: Sequence[Moved]) -> None:
         self.moved = moved
         self._points: dict[float, list[Tensor]] = {}  # kept: every target comes back to them
+        self._fused = _fused(moved)
+
+    def maps(self, kind: str, x: float | None) -> list[LinearMap]:
+        """The linear maps of an estimator that needs the point ``x`` next (one pass for both)."""
+        if self._fused is None or kind == "sgd":
+            return [m.map(kind) for m in self.moved]
+        weights, factors = kernels.shift(self._fused, x, kind)
+        if x is not None and weights is not None:
+            self._points[x] = weights
+        assert factors is not None
+        return [Scale(K) for K in factors]
+
+    def _at(self, x: float) -> list[Tensor]:
+        if self._fused is None:
+            return [m.at(x) for m in self.moved]
+        weights, _ = kernels.shift(self._fused, x, None)
+        assert weights is not None
+        return weights
 
     @contextmanager
     def weights(self, x: float | None) -> Iterator[None]:
@@ -108,10 +128,24 @@ class Path:
         try:
             if x not in self._points:
                 with torch.no_grad():
-                    self._points[x] = [m.at(x) for m in self.moved]
+                    self._points[x] = self._at(x)
             for m, w in zip(self.moved, self._points[x], strict=True):
                 m.p.data = w
             yield
         finally:
             for m, data in zip(self.moved, own, strict=True):
                 m.p.data = data
+
+
+def _fused(moved: Sequence[Moved]) -> list[kernels.AdamStep] | None:
+    """The step as the whole-model kernel takes it, where it can."""
+    if not moved or not moved[0].p.is_cuda or moved[0].rule.fused is None:
+        return None
+    steps = []
+    for m in moved:
+        step = m.rule.fused(m.g, m.p.detach(), m.state, m.options) if m.rule.fused else None
+        if step is None or not kernels.usable((step.p, step.g, step.m, step.v)):
+            return None
+        steps.append(step)
+    kinds = {(s.p.dtype, s.g.dtype, s.m.dtype, s.v.dtype, s.p.device) for s in steps}
+    return steps if len(kinds) == 1 else None

@@ -26,9 +26,7 @@ def prepare(
     elif in_place(func):
         saved[0] = saved[0].clone()
     pure = getattr(torch, name_of(func), None) if in_place(func) else func
-    return Call(
-        pure or func, spec, tuple(saved), tuple(nodes), tuple(layouts), Layout(0), B, form
-    )
+    return Call(pure or func, spec, tuple(saved), tuple(nodes), tuple(layouts), Layout(0), B, form)
 
 
 def has_pure_form(func: Any) -> bool:
@@ -52,8 +50,8 @@ def summed_leaves(rule: OpRule | None, call: Call) -> tuple[int, ...]:
     )
 
 
-def operate(func: Any, leaves: Sequence[Any], spec: TreeSpec, summed: Sequence[int]) -> Any:
-    """Run the operation; summed leaves are detached: their gradients will come from the tap."""
-    given = [x.detach() if i in summed else x for i, x in enumerate(leaves)]
+def operate(func: Any, leaves: Sequence[Any], spec: TreeSpec, detached: Sequence[int]) -> Any:
+    """Run the operation; detached leaves get no gradient from it."""
+    given = [x.detach() if i in detached else x for i, x in enumerate(leaves)]
     args, kwargs = tree_unflatten(given, spec)
     return func(*args, **kwargs)

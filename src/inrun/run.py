@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -36,7 +37,8 @@ from inrun.ledger import Ledger, LedgerError, MemoryLedger, StepRecord, Tables
 from inrun.logging import Summary
 from inrun.ops import Form
 from inrun.rules import rule_for
-from inrun.scoring import Score, Scorer
+from inrun.score import Pending, Score
+from inrun.scoring import Scorer
 from inrun.tap import MicroBatch
 from inrun.validation import Loss, Validator
 
@@ -122,7 +124,7 @@ def watch(
     if targets is None:
         assert validation is not None
         targets = {"validation": validation}
-    validator = Validator(model, targets, loss, per_step, chunk, seed)
+    validator = Validator(model, targets, loss, per_step, chunk, seed, batch_dim)
     for name in names:  # refuse before anything is made on disk
         Estimator.parse(name, point)
     rule_for(optimizer)
@@ -167,7 +169,7 @@ class Run(Summary, Tables):
         self.step = 0  # optimizer steps so far
         self.unwatched = 0  # of these, steps without a batch
         self._next_audit = 0  # the first scored step from here on is audited
-        self._validator, self._ledger = validator, ledger
+        self._validator, self._book = validator, ledger
         self._store: Any = None if isinstance(ledger, MemoryLedger) else ledger
         self._overwrite, self._loaded, self._described = overwrite, False, False
         self._scorer = Scorer(
@@ -180,7 +182,7 @@ class Run(Summary, Tables):
             on_first_gradient=self._drop_skipped,
         )  # fmt: skip
         self._pending: list[tuple[np.ndarray, MicroBatch | None]] = []
-        self._gradients: dict[str, Tensor] = {}  # as the batches left them
+        self._unsettled: deque[tuple[StepRecord, Pending]] = deque()
         self._id_type: type | None = None
         self._check: Check | None = None
         if model in _WATCHED or optimizer in _WATCHED:
@@ -226,9 +228,7 @@ class Run(Summary, Tables):
         if not self._hooks:  # closed inside the block
             return
         self._pending.append((array, micro))
-        self._gradients = {
-            k: p.grad.detach().clone() for k, p in self.params.items() if p.grad is not None
-        }
+        self._scorer.accumulated.note(self.params)
 
     def check(self, permutations: int = PERMUTATIONS) -> Check:
         """Compare the next scored step with exact Shapley values of this very model.
@@ -326,21 +326,41 @@ class Run(Summary, Tables):
         ids = np.concatenate([i for i, _ in self._pending])
         micros = [m for _, m in self._pending if m is not None]
         lr = float(self.optimizer.param_groups[0]["lr"])
-        score = Score()
+        score: Score | Pending = Score()
         if len(micros) == len(self._pending):
             check, self._check = self._check, None
             every = self.config.audit_every
             audit = every > 0 and self.step >= self._next_audit
-            score = self._scorer.score(self.step, micros, self._gradients, ids, audit, check)
-            if score.audit is not None:
-                self._next_audit = (self.step // every + 1) * every
+            score = self._scorer.score(self.step, micros, ids, audit, check)
         self._begin()
-        record = StepRecord(
-            self.step, ids, score.values, lr, float(self.config.every), score.void,
-            score.audit, score.missed,
-        )  # fmt: skip
-        self._ledger.append(record)
-        self.tally.add(record)
+        record = StepRecord(self.step, ids, None, lr, float(self.config.every))
+        if isinstance(score, Pending):  # its numbers arrive while the next step runs
+            self._settle()
+            self._unsettled.append((record, score))
+            return
+        self._settle()
+        if score.audit is not None:
+            self._next_audit = (self.step // self.config.audit_every + 1) * self.config.audit_every
+        self._append(record, score)
+
+    def _settle(self) -> None:
+        """Write down the steps whose numbers were on their way."""
+        while self._unsettled:
+            record, pending = self._unsettled.popleft()
+            self._append(record, pending.settle())
+
+    def _append(self, record: StepRecord, score: Score) -> None:
+        done = replace(
+            record, values=score.values, void=score.void, audit=score.audit, missed=score.missed
+        )
+        self._book.append(done)
+        self.tally.add(done)
+
+    @property
+    def _ledger(self) -> Ledger:  # type: ignore[override]
+        """With every step that was taken in it."""
+        self._settle()
+        return self._book
 
     def _begin(self) -> None:
         """Before the first record: a folder is continued, overwritten or refused."""
@@ -381,7 +401,8 @@ class Run(Summary, Tables):
             self._forget()
 
     def _forget(self) -> None:
-        self._pending, self._gradients, self._held = [], {}, 0
+        self._pending, self._held = [], 0
+        self._scorer.accumulated.forget()
 
     def _account(self, new: int) -> None:
         if self._limit is None:

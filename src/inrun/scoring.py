@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,24 +20,25 @@ from torch.optim import Optimizer
 
 from inrun import reference
 from inrun.check import EXACT_UP_TO, Check
-from inrun.clipping import Clipping, ClippingWatch
+from inrun.clipping import Accumulated, Clipping, ClippingWatch
+from inrun.contraction import Direction, cancelling, components, contract
 from inrun.direction import POINTS, Estimator, Moved, Path
 from inrun.errors import CaptureError
 from inrun.ledger import Audit
-from inrun.nodes import directions, pull_back
+from inrun.nodes import pull_back
+from inrun.ops.records import wide
 from inrun.rules import rule_for
+from inrun.rules.base import LinearMap, Scale
+from inrun.score import Pending, Score
+from inrun.stages import stage
+from inrun.sweep import Gradients
 from inrun.tap import MicroBatch
 from inrun.validation import Validator
 
-
-@dataclass(frozen=True)
-class Score:
-    """What became of a step: values [E, Q, B], or the reason why there are none."""
-
-    values: np.ndarray | None = None
-    void: str | None = None
-    audit: Audit | None = None
-    missed: float = 0.0  # part of the update that the secant could not carry (Muon's first steps)
+_AT_ONCE = 2**28  # numbers of the directions of several targets
+_NOT_FINITE = "the training gradient is not finite"
+_NOT_ADDING_UP = "captured gradients do not add up to .grad"
+_CHANGED = "the gradient was changed between backward() and step() for the first time"
 
 
 class Scorer:
@@ -57,75 +58,141 @@ class Scorer:
         self.rule = rule_for(optimizer)
         self.estimators, self.validator, self.scaler = estimators, validator, scaler
         self.targets = [t.name for t in validator.targets]
+        self.accumulated = Accumulated()
         self._clipping = ClippingWatch(max_norm)
         self._verified = False
 
     def score(
-        self,
-        step: int,
-        micros: list[MicroBatch],
-        accumulated: Mapping[str, Tensor],
-        ids: np.ndarray,
-        audit: bool,
+        self, step: int, micros: list[MicroBatch], ids: np.ndarray, audit: bool,
         check: Check | None,
-    ) -> Score:
-        """Values of all examples of the step that the optimizer is about to take.
-
-        ``accumulated`` is G, the gradient as the batch left it, before unscaling and clipping.
-        """
+    ) -> Score | Pending:  # fmt: skip
+        """Values of all examples of the step that the optimizer is about to take."""
         names = [k for k, p in self.params.items() if p.grad is not None]
         self._refuse_unseen(names, micros)
+        mine = {k: self.params[k] for k in names}
         moved = self._moved()
-        by_param = {id(m.p): m for m in moved}
-        mine = [by_param[id(self.params[k])] for k in names]
-        G = [accumulated.get(k, m.g) for k, m in zip(names, mine, strict=True)]
-        if not all(bool(torch.isfinite(m.g).all()) for m in mine):
-            return Score(void="the training gradient is not finite")
-        clipping = fixed = self._recognise(names, G, mine)
-        if clipping.norm is not None:
-            clipping = clipping.spread(G, sum(m.energy() for m in micros))
-        zero = [_cancelling(k, g, micros) for k, g in zip(names, G, strict=True)]
+        own = {id(m.p): i for i, m in enumerate(moved)}
+        places = [own[id(p)] for p in mine.values()]
+        received = [moved[i].g for i in places]
+        finite = torch.stack(torch._foreach_norm(received, math.inf)).isfinite().all()
+        if not finite.is_cuda and not bool(finite):
+            return Score(void=_NOT_FINITE)
+        G, changed = self.accumulated.compare(
+            {k: g for k, p in mine.items() if (g := p.grad) is not None}
+        )
+        fixed = self._recognise(list(G.values()), received, changed)
+        clipping, aligned = self._spread(fixed, G, micros)
 
         path = Path(moved)
         self.validator.autocast = micros[-1].autocast
         self.validator.draw()
-        values = np.zeros((len(self.estimators), len(self.targets), len(ids)))
-        maps = [[m.map(e.kind) for m in mine] for e in self.estimators]
-        measured = None
+        values = received[0].new_zeros(
+            (len(self.estimators), len(self.targets), len(ids)), dtype=torch.float64
+        )
+        expected, losses = values.new_zeros(values.shape[:2]), values.new_zeros(values.shape[1])
+        maps = self._maps(path, places, G, micros)
+        measured, parts = None, components(names, micros)
         with self.validator.evaluating():
-            for q, target in enumerate(self.targets):
-                gradients = self._gradients(q, path, mine)
-                if gradients is None:
-                    return Score(void=f"the validation loss of '{target}' is not finite")
-                for e, estimator in enumerate(self.estimators):
-                    v = _mean([gradients[x] for x in POINTS[estimator.point]])
-                    u = [f(x.to(m.g.dtype)) for f, x, m in zip(maps[e], v, mine, strict=True)]
-                    u = [
-                        x if z is None else x.masked_fill(z, 0.0)
-                        for x, z in zip(u, zero, strict=True)
-                    ]
-                    u = (clipping if estimator.kind == "secant" else fixed).carry(u, G)
-                    values[e, q] = _contract(dict(zip(names, u, strict=True)), micros)
-                    if not np.isfinite(values[e, q]).all():
-                        return Score(void=f"the values for '{target}' are not finite")
-                    if not self._verify(step, names, u, G, values[e, q], micros):
-                        return Score(void="captured gradients do not add up to .grad")
+            for group in self.validator.groups(mine, audit):
+                at = self._gradients(group, path, mine)
+                qs = slice(group[0], group[-1] + 1)
+                losses[qs] = sum(g.loss for g in at.values())
+                if not losses.is_cuda and not bool(losses.isfinite().all()):
+                    return Score(void=self._loss_not_finite(losses.numpy()))
+                with stage("contraction"):
+                    for e, estimator in enumerate(self.estimators):
+                        carry = clipping if estimator.kind == "secant" else fixed
+                        points = [at[x] for x in POINTS[estimator.point]]
+                        found = _values(points, maps[e], carry, G, micros, parts, len(group))
+                        values[e, qs] = carry.apply(*found, aligned)
+                        expected[e, qs] = found[1] * carry.common
             if check is not None:
-                self._compare(check, step, ids, names, micros, G, values[0].mean(axis=0), clipping)
+                mean = values[0].mean(0).cpu().numpy()
+                self._compare(check, step, ids, micros, G, mean, clipping)
             if audit:
                 measured = self._audit(path)
-        return Score(values, None, measured, _missed(mine))
+        numbers = {"values": values, "expected": expected, "losses": losses, "finite": finite,
+                   "missed": _missed([moved[i] for i in places], values)}  # fmt: skip
+        numbers["changed"] = values.new_zeros(()) if changed is None else changed
+        half = any(m.autocast is not None and m.autocast[1] for m in micros)
+        conclude = partial(self._conclude, step, measured, _tolerance(G.values(), half))
+        pending = Pending(numbers, conclude)
+        if self._verified and check is None and not audit:
+            return pending
+        score = pending.settle()
+        if score.void == _NOT_ADDING_UP and not self._verified:
+            self._refuse(step, score, G, micros, _tolerance(G.values(), half))
+        return score
+
+    def _conclude(
+        self, step: int, audit: Audit | None, tolerance: float, *, values: np.ndarray,
+        expected: np.ndarray, losses: np.ndarray, finite: np.ndarray, missed: np.ndarray,
+        changed: np.ndarray,
+    ) -> Score:  # fmt: skip
+        """The numbers of a step are here: are they good?"""
+        if not finite:
+            return Score(void=_NOT_FINITE)
+        if not np.isfinite(losses).all():
+            return Score(void=self._loss_not_finite(losses))
+        if changed:
+            self.accumulated.whole = True
+            warnings.warn(f"step {step}: {_CHANGED}; the step is recorded as void.", stacklevel=8)
+            return Score(void=_CHANGED)
+        for q, target in enumerate(self.targets):
+            if not np.isfinite(values[:, q]).all():
+                return Score(void=f"the values for '{target}' are not finite")
+        sums, size = values.sum(2), np.abs(values).sum(2) + np.abs(expected)
+        off = np.abs(sums - expected) > tolerance * size
+        if not off.any():
+            self._verified = True
+            return Score(values, None, audit, float(missed))
+        worst = np.unravel_index(np.argmax(np.abs(sums - expected) / (size + 1e-300)), off.shape)
+        self._message = (
+            f"step {step}: the captured per-example gradients do not add up to .grad "
+            f"(⟨u, Σg_i⟩ = {sums[worst]:.6g}, ⟨u, G⟩ = {expected[worst]:.6g}). Possible causes: "
+            "gradients from outside run.batch(ids); clipping, unscaling or torch.autograd.grad "
+            "inside it; a hook that changes a parameter's gradient; a custom autograd function"
+        )
+        if self._verified:
+            warnings.warn(self._message + "; the step is recorded as void.", stacklevel=8)
+        return Score(void=_NOT_ADDING_UP)
+
+    def _refuse(
+        self, step: int, score: Score, G: Mapping[str, Tensor], micros: list[MicroBatch],
+        tolerance: float,
+    ) -> None:  # fmt: skip
+        errors = _gradient_errors(G, self._rows(micros))
+        off = [k for k, e in errors.items() if e > tolerance]
+        where = f". Parameters concerned: {', '.join(off[:5]) or 'unknown'}."
+        raise CaptureError(self._message + where)
+
+    def _loss_not_finite(self, losses: np.ndarray) -> str:
+        target = self.targets[int(np.argmin(np.isfinite(losses)))]
+        return f"the validation loss of '{target}' is not finite"
+
+    def _maps(
+        self, path: Path, places: list[int], G: Mapping[str, Tensor], micros: list[MicroBatch]
+    ) -> list[dict[str, LinearMap]]:
+        """For each estimator, the linear map of each parameter."""
+        zero = cancelling(G, micros)
+        made: dict[str, list[LinearMap]] = {}
+        with stage("update map"):
+            for e in self.estimators:
+                if e.kind not in made:
+                    made[e.kind] = path.maps(e.kind, POINTS[e.point][0])
+        return [
+            {k: _masked(made[e.kind][i], zero.get(k)) for k, i in zip(G, places, strict=True)}
+            for e in self.estimators
+        ]
 
     def _gradients(
-        self, q: int, path: Path, mine: list[Moved]
-    ) -> dict[float | None, list[Tensor]] | None:
-        """The target's gradient at every point that an estimator asks for; None if not finite."""
-        gradients: dict[float | None, list[Tensor]] = {}
+        self, group: Sequence[int], path: Path, params: Mapping[str, Tensor]
+    ) -> dict[float | None, Gradients]:
+        """The targets' gradients at every point that an estimator asks for."""
+        gradients: dict[float | None, Gradients] = {}
         for x in dict.fromkeys(x for e in self.estimators for x in POINTS[e.point]):
-            with path.weights(x):
-                loss, gradients[x] = self.validator.gradient(q, [m.p for m in mine])
-            if not bool(torch.isfinite(loss)):
-                return None
+            with path.weights(x), stage("validation"):
+                gradients[x] = self.validator.gradients(group, params)
         return gradients
 
     def _moved(self) -> list[Moved]:
@@ -141,17 +208,32 @@ class Scorer:
             if p.grad is not None
         ]  # fmt: skip
 
-    def _recognise(self, names: list[str], G: list[Tensor], mine: list[Moved]) -> Clipping:
+    def _recognise(
+        self, G: list[Tensor], received: list[Tensor], changed: Tensor | None
+    ) -> Clipping:
         fused = getattr(self.optimizer, "grad_scale", None)
-        # Version counters do not tell: GradScaler unscales without touching them.
-        if fused is None and not _differ(G, [self.params[k].grad for k in names]):
+        same = all(x is p.grad for x, p in zip(G, self._with_gradient(), strict=True))
+        if fused is None and (changed is not None or same):
             return Clipping(1.0)
         scale = None
         if fused is not None:
             scale = 1.0 / float(fused)
         elif self.scaler is not None:
             scale = 1.0 / self.scaler.get_scale()
-        return self._clipping.recognise(G, [m.g for m in mine], scale)
+        return self._clipping.recognise(G, received, scale)
+
+    def _with_gradient(self) -> list[Tensor]:
+        return [p for p in self.params.values() if p.grad is not None]
+
+    def _spread(
+        self, fixed: Clipping, G: Mapping[str, Tensor], micros: list[MicroBatch]
+    ) -> tuple[Clipping, Tensor | None]:
+        """Clipping by norm for single examples, and ⟨G, g_i⟩/‖G‖²."""
+        if fixed.norm is None:
+            return fixed, None
+        clipping = fixed.spread(list(G.values()), sum(m.energy() for m in micros))
+        along, size = contract({k: Direction(g[None]) for k, g in G.items()}, G, micros)
+        return clipping, along / size
 
     def _audit(self, path: Path) -> Audit | None:
         """The losses before, without and with the batch; None where one is not finite."""
@@ -173,33 +255,6 @@ class Scorer:
                 f"outside the with block. Leave it out with watch(..., ignore={unseen[:5]!r})."
             )
 
-    def _verify(
-        self, step: int, names: list[str], u: list[Tensor], G: list[Tensor], values: np.ndarray,
-        micros: list[MicroBatch],
-    ) -> bool:  # fmt: skip
-        """Σ_i ⟨u, g_i⟩ = ⟨u, G⟩. An error at first, later a warning and a void step."""
-        expected = sum(float((a.double() * b.double()).sum()) for a, b in zip(u, G, strict=True))
-        size = float(np.abs(values).sum()) + abs(expected)
-        half = any(m.autocast is not None and m.autocast[1] for m in micros)
-        dtypes = {g.dtype for g in G}
-        half |= bool(dtypes & {torch.float16, torch.bfloat16})
-        tolerance = 0.05 if half else 1e-3 if torch.float32 in dtypes else 1e-7
-        if abs(float(values.sum()) - expected) <= tolerance * size:
-            self._verified = True
-            return True
-        message = (
-            f"step {step}: the captured per-example gradients do not add up to .grad "
-            f"(⟨u, Σg_i⟩ = {values.sum():.6g}, ⟨u, G⟩ = {expected:.6g}). Possible causes: "
-            "gradients from outside run.batch(ids); clipping, unscaling or torch.autograd.grad "
-            "inside it; a hook that changes a parameter's gradient; a custom autograd function"
-        )
-        if self._verified:
-            warnings.warn(message + "; the step is recorded as void.", stacklevel=8)
-            return False
-        errors = _gradient_errors(dict(zip(names, G, strict=True)), self._rows(micros))
-        off = [k for k, e in errors.items() if e > tolerance]
-        raise CaptureError(message + f". Parameters concerned: {', '.join(off[:5]) or 'unknown'}.")
-
     def _rows(self, micros: list[MicroBatch]) -> dict[str, Tensor]:
         """Per-example gradients of the whole step by parameter: [B, *W]."""
         total = sum(m.B for m in micros)
@@ -216,13 +271,13 @@ class Scorer:
         return rows
 
     def _compare(
-        self, check: Check, step: int, ids: np.ndarray, names: list[str],
-        micros: list[MicroBatch], G: list[Tensor], estimate: np.ndarray, clipping: Clipping,
+        self, check: Check, step: int, ids: np.ndarray, micros: list[MicroBatch],
+        G: Mapping[str, Tensor], estimate: np.ndarray, clipping: Clipping,
     ) -> None:  # fmt: skip
         """Exact Shapley values by the real optimizer on copies."""
         rows, n = self._rows(micros), len(ids)
         check.step, check.estimator = step, self.estimators[0].name
-        errors = _gradient_errors(dict(zip(names, G, strict=True)), rows)
+        errors = _gradient_errors(G, rows)
         check.gradient_error = max(errors.values())
         name_of = {id(p): k for k, p in self.params.items()}
         gradients: list[Tensor | None] = []
@@ -247,57 +302,69 @@ class Scorer:
         print(check)
 
 
-def _differ(a: Sequence[Tensor], b: Sequence[Any]) -> bool:
-    return bool(torch.stack([(x != y).any() for x, y in zip(a, b, strict=True)]).any())
+def _values(
+    points: Sequence[Gradients], maps: Mapping[str, LinearMap], carry: Clipping,
+    G: Mapping[str, Tensor], micros: Sequence[MicroBatch], parts: Sequence[Sequence[str]], Q: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """⟨u_q, g_i⟩ [Q, B] and ⟨u_q, G⟩ [Q] for a group of Q targets.
+
+    One target: the whole model at once. Several: a few parameters at a time, and no more targets
+    at a time than fit the memory.
+    """
+    place = {k: i for i, k in enumerate(G)}
+
+    def some(names: Sequence[str], qs: slice) -> tuple[Tensor, Tensor]:
+        u = {}
+        for k in names:
+            v, f = wide(_mean([p.of(k, qs) for p in points])), maps[k]
+            d = Direction(v, f.K) if isinstance(f, Scale) else Direction(_each(f, v))
+            u[k] = carry.carry(d, place[k])
+        return contract(u, {k: G[k] for k in names}, micros)
+
+    if Q == 1:
+        return some(list(G), slice(0, 1))
+    total, expected = None, None
+    for names in parts:
+        size = sum(G[k].numel() for k in names)
+        n = max(1, min(Q, _AT_ONCE // size))
+        found = [some(names, slice(q, min(q + n, Q))) for q in range(0, Q, n)]
+        values, sums = (torch.cat(x) for x in zip(*found, strict=True))
+        total = values if total is None else total + values
+        expected = sums if expected is None else expected + sums
+    assert total is not None and expected is not None
+    return total, expected
 
 
-def _mean(gradients: list[list[Tensor]]) -> list[Tensor]:
-    if len(gradients) == 1:
-        return gradients[0]
-    return [torch.stack(parts).mean(0) for parts in zip(*gradients, strict=True)]
+def _mean(gradients: list[Tensor]) -> Tensor:
+    return gradients[0] if len(gradients) == 1 else torch.stack(gradients).mean(0)
 
 
-def _contract(u: Mapping[str, Tensor], micros: list[MicroBatch]) -> np.ndarray:
-    """⟨u, g_i⟩ for every example of the step."""
-    parts = []
-    for micro in micros:
-        total: Tensor | None = None
-        for node, records in micro.records.items():
-            direction = directions(node, u)
-            if direction is None:
-                continue
-            for record in records:
-                part = record.to(direction.device).dot(direction).double()
-                total = part if total is None else total + part
-        parts.append(np.zeros(micro.B) if total is None else total.cpu().numpy())
-    return np.concatenate(parts)
+def _each(f: LinearMap, v: Tensor) -> Tensor:
+    return torch.stack([f(x) for x in v])
 
 
-def _cancelling(name: str, G: Tensor, micros: list[MicroBatch]) -> Tensor | None:
-    """Coordinates of a vector whose gradient is zero but for rounding, though single examples' are
-    not: a bias before BatchNorm. The batch does not move them, yet an adaptive optimizer's slope
-    at zero is of the order lr/eps there and would credit examples with nonsense."""
-    if G.ndim > 1:
-        return None
-    size: Tensor | None = None
-    for micro in micros:
-        for node, records in micro.records.items():
-            if node.name == name:
-                for record in records:
-                    part = record.rows().abs().sum(0).to(G.device)
-                    size = part if size is None else size + part
-    if size is None:
-        return None
-    return G.abs() <= 0.3 * math.sqrt(torch.finfo(size.dtype).eps) * size
+def _masked(f: LinearMap, zero: Tensor | None) -> LinearMap:
+    if zero is None:
+        return f
+    if isinstance(f, Scale):
+        return Scale(f.K.masked_fill(zero, 0.0))
+    return lambda v: f(v).masked_fill(zero, 0.0)
 
 
-def _missed(mine: list[Moved]) -> float:
+def _tolerance(G: Iterable[Tensor], half: bool) -> float:
+    dtypes = {g.dtype for g in G}
+    if half or dtypes & {torch.float16, torch.bfloat16}:
+        return 0.05
+    return 1e-3 if torch.float32 in dtypes else 1e-7
+
+
+def _missed(mine: list[Moved], like: Tensor) -> Tensor:
     """The largest part of a parameter's update that its secant does not carry."""
     rules = [m for m in mine if not m.rule.coordinatewise]
-    return max(
-        (float(m.rule.completeness(m.g, m.p.detach(), m.state, m.options)) for m in rules),
-        default=0.0,
-    )
+    if not rules:
+        return like.new_zeros(())
+    found = [m.rule.completeness(m.g, m.p.detach(), m.state, m.options) for m in rules]
+    return torch.stack([x.to(like) for x in found]).max()
 
 
 def _gradient_errors(G: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +27,8 @@ class MicroBatch:
     bytes: int = 0
     met: bool = False  # did a parameter meet an example?
     fired: bool = False  # did a gradient arrive?
+    _by_root: dict[str, list[Node]] | None = field(default=None, repr=False)
+    _counted: int = 0
 
     def add(self, node: Node, record: Record) -> None:
         """Keep a record; materialised gradients of the same operand are summed."""
@@ -37,6 +39,16 @@ class MicroBatch:
                 return
         kept.append(record)
         self.bytes += sum(t.numel() * t.element_size() for t in record.tensors())
+
+    def nodes(self, names: Collection[str]) -> Iterator[tuple[Node, list[Record]]]:
+        """The nodes that one of these parameters moves, with their records."""
+        if self._by_root is None or self._counted != len(self.records):
+            self._by_root, self._counted = {}, len(self.records)
+            for node in self.records:
+                for root in node.roots:
+                    self._by_root.setdefault(root, []).append(node)
+        found = dict.fromkeys(n for k in names for n in self._by_root.get(k, ()))
+        return ((node, self.records[node]) for node in found)
 
     def energy(self) -> float:
         """Σ_i ‖g_i‖², up to a few per cent: see ``Record.energy``."""
@@ -49,14 +61,16 @@ class Tapped:
     """What the tap needs when δ arrives.
 
     ``summed``: the leaves whose gradient is to be the sum of their per-example gradients. The
-    operation saw them detached; their gradients come from the tap.
+    operation saw them detached; their gradients come from the tap. ``detached``: all leaves that
+    it saw so.
     """
 
     call: Call
     rule: Any
     micro: MicroBatch
+    detached: tuple[int, ...]
     summed: tuple[int, ...]
-    receive: Callable[[Tapped, Call, Tensor], Sequence[Tensor]]
+    receive: Callable[[Tapped, Call, Tensor], Sequence[Tensor | None]]
 
     def records(self, call: Call, delta: Tensor) -> list[tuple[Node, Record]]:
         try:
@@ -106,7 +120,8 @@ class Tap(torch.autograd.Function):
         call = replace(tap.call, leaves=tuple(leaves))
         with torch._C.DisableTorchFunction(), torch.autocast(delta.device.type, enabled=False):
             given = tap.receive(tap, call, delta)
-        return delta, None, *(g.to(t) for g, t in zip(given, ctx.dtypes, strict=True))
+        types = zip(given, ctx.dtypes, strict=True)
+        return delta, None, *(None if g is None else g.to(t) for g, t in types)
 
 
 def own_tensors(model: nn.Module) -> set[int]:

@@ -1,4 +1,4 @@
-"""The validation side: batches in their own order, losses and gradients at given weights.
+"""The validation side: losses and gradients of the targets at given weights.
 
 Nothing of the training is touched: modes, random states, gradients and weights are as before
 when a pass ends, also after an exception.
@@ -6,109 +6,20 @@ when a pass ends, also after an exception.
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader, Dataset, Subset
 
 from inrun.errors import ValidationError
+from inrun.sweep import Gradients, Sweep, joined
+from inrun.targets import Batches, seeded
 
 Loss = Callable[[nn.Module, Any], Tensor]
-
-
-class Batches:
-    """The batches of one target, cycled in their own order.
-
-    The position is (epoch, index), so a resumed run goes on where it stopped; shuffling loaders
-    shuffle by ``seed`` and epoch, not by the training's random state.
-    """
-
-    def __init__(self, name: str, source: Iterable[Any], seed: int) -> None:
-        if isinstance(source, (str, bytes, Tensor)) or not isinstance(source, Iterable):
-            raise ValidationError(
-                f"target '{name}': a loader or a list of batches is needed, "
-                f"not {type(source).__name__}"
-            )
-        self.name, self.source, self.seed = name, source, seed
-        self.epoch, self.index = 0, 0
-        self._iterator: Iterator[Any] | None = None
-        self.peek()
-
-    def peek(self) -> None:
-        """Fail now rather than at the first step if there is nothing to draw."""
-        if isinstance(self.source, Iterator):
-            raise ValidationError(
-                f"target '{self.name}': an iterator can be read only once; pass the loader itself "
-                "or a list of batches"
-            )
-        if isinstance(self.source, Sequence) and len(self.source) == 0:
-            raise ValidationError(f"target '{self.name}': the validation data is empty")
-        self.take(1)
-        self.epoch, self.index, self._iterator = 0, 0, None
-
-    def take(self, n: int) -> list[Any]:
-        """The next n batches."""
-        return [self._next() for _ in range(n)]
-
-    def _next(self) -> Any:
-        if self._iterator is None:
-            with seeded(self.seed, self.epoch):
-                self._iterator = iter(self.source)
-            for skipped in range(self.index):
-                self._draw(skipped)
-        batch = self._draw(self.index)
-        if batch is _END:
-            if self.index == 0:
-                raise ValidationError(f"target '{self.name}': the validation data is empty")
-            self.epoch, self.index = self.epoch + 1, 0
-            self._iterator = None
-            return self._next()
-        self.index += 1
-        return batch
-
-    def _draw(self, index: int) -> Any:
-        assert self._iterator is not None
-        if isinstance(self.source, (list, tuple)):
-            return next(self._iterator, _END)
-        with seeded(self.seed, self.epoch, index + 1):
-            return next(self._iterator, _END)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "index": self.index}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.epoch, self.index, self._iterator = state["epoch"], state["index"], None
-
-
-_END = object()
-
-
-@contextmanager
-def seeded(*key: int) -> Iterator[None]:
-    """Random states of Python, numpy and torch set by ``key`` inside, and as before outside."""
-    python, array, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    seed = hash(key) % 2**32
-    try:
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.default_generator.manual_seed(seed)
-        if cuda is not None:
-            torch.cuda.manual_seed(seed)
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(array)
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
 
 
 def model_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -130,7 +41,7 @@ def model_loss(model: nn.Module, batch: Any) -> Tensor:
 class Validator:
     """Losses and gradients of the targets' current batches at the model's current weights.
 
-    ``losses`` and ``gradient`` are called inside ``evaluating()``.
+    Losses and gradients are asked for inside ``evaluating()``.
     """
 
     def __init__(
@@ -141,6 +52,7 @@ class Validator:
         per_step: int,
         chunk: int | None,
         seed: int,
+        batch_dim: int = 0,
     ) -> None:
         if not targets:
             raise ValidationError("there is no validation data: pass validation= or targets=")
@@ -155,25 +67,56 @@ class Validator:
         self._batches: list[list[Any]] = []
         self._reentrant = False
         self._buffers = Buffers(model)
+        self._sweep = Sweep(model, batch_dim)
+        self._sizes: list[int] | None = None  # rows of each target, where they are joined
 
     def draw(self) -> None:
         """Move every target on to its next ``per_step`` batches."""
         device = next(self.model.parameters()).device
-        self._batches = [
-            [tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, b) for b in bs]
-            for bs in (t.take(self.per_step) for t in self.targets)
-        ]
+        drawn = [t.take(self.per_step) for t in self.targets]
+        half = self.autocast is not None and self.autocast[1] and self.autocast[2] == torch.float16
+        self._sizes = None if self.chunk is not None or half else self._sweep.join(drawn)
+
+        def move(x: Any) -> Any:
+            return x.to(device, non_blocking=True) if isinstance(x, Tensor) else x
+
+        self._batches = [[tree_map(move, b) for b in bs] for bs in drawn]
 
     def losses(self) -> list[float]:
         """ℓ of each target."""
         with torch.no_grad():
-            return [
-                float(sum(w * self._loss(q, b) for w, b in self._parts(q)))
-                for q in range(len(self.targets))
-            ]
+            return [float(self._loss_of(q)) for q in range(len(self.targets))]
 
-    def gradient(self, q: int, params: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """ℓ of one target and its gradient; zeros for a parameter it does not depend on."""
+    def _loss_of(self, q: int) -> Tensor:
+        return torch.stack([w * self._loss(q, b).double() for w, b in self._parts(q)]).sum()
+
+    def groups(self, params: Mapping[str, Tensor], verify: bool) -> list[list[int]]:
+        """Targets whose gradients are taken in one pass: all of them, or each on its own.
+
+        ``verify``: measure again whether one pass for all is right.
+        """
+        together = list(range(len(self.targets)))
+        if self._sizes is not None and (verify or not self._sweep.verified):
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                single = [self._loss_of(q) for q in together]
+            if not self._sweep.verify(self._joined_loss, single, self._sizes, params):
+                self._sizes = None
+        return [together] if self._sizes is not None else [[q] for q in together]
+
+    def _joined_loss(self) -> Tensor:
+        return self._loss(0, joined([b for batches in self._batches for b in batches]))
+
+    def gradients(self, group: Sequence[int], params: Mapping[str, Tensor]) -> Gradients:
+        """ℓ of a group of targets and their gradients; zeros where there is no dependence."""
+        if len(group) > 1:
+            assert self._sizes is not None
+            return self._sweep.run(self._joined_loss, self._sizes, params)
+        loss, grads = self._in_chunks(group[0], list(params.values()))
+        found = dict(zip(params, grads, strict=True))
+        return Gradients(loss, lambda k, qs: found[k][None])
+
+    def _in_chunks(self, q: int, params: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The gradient of one target, in smaller chunks of rows where memory runs out."""
         while True:
             try:
                 return self._gradient(q, params)
@@ -188,12 +131,12 @@ class Validator:
         # float16 gradients vanish or overflow without a scale: the largest that stays finite
         half = self.autocast is not None and self.autocast[1] and self.autocast[2] == torch.float16
         for scale in (2.0**16, 2.0**10, 2.0**4, 1.0) if half else (1.0,):
-            total = torch.zeros((), dtype=torch.float64)
+            total = torch.zeros((), dtype=torch.float64, device=params[0].device)
             grads: list[Tensor] = []
             with torch.enable_grad():
                 for weight, batch in self._parts(q):
                     loss, new = self._differentiate(q, batch, weight * scale, params)
-                    total = total + loss.double().cpu() * weight
+                    total = total + loss.double() * weight
                     grads = [a + b for a, b in zip(grads, new, strict=True)] if grads else new
             if scale == 1.0:
                 return total, grads
@@ -264,7 +207,6 @@ class Validator:
                 warnings.catch_warnings(),
                 self._buffers.kept(),
                 seeded(0),
-                torch.compiler.set_stance("force_eager"),
                 torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False),
             ):
                 # a reentrant checkpoint says so when a loss is measured without gradients
@@ -341,52 +283,3 @@ def _slice(batch: Any, start: int, n: int, rows: int) -> Any:
         return x[start : start + n] if isinstance(x, Tensor) and x.ndim else x
 
     return tree_map(cut, batch)
-
-
-def by_label(
-    dataset: Dataset[Any],
-    label: str | int | Callable[[Any], Any] | Sequence[Any] | None = None,
-    *,
-    batch_size: int = 64,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-) -> dict[str, DataLoader[Any]]:
-    """One validation target per label, for ``watch(..., targets=by_label(dataset))``.
-
-    Args:
-        dataset: a map-style dataset of rows.
-        label: where a row's label is: a key, an index, a function of the row, or the labels
-            themselves, one per row. By default the key ``labels`` or ``label`` of a mapping, or
-            the last entry of a tuple.
-        batch_size: rows per validation batch.
-        collate_fn: as in ``torch.utils.data.DataLoader``.
-
-    Returns:
-        A loader for each label, in the order of the sorted labels, named by it.
-    """
-    n = len(dataset)  # type: ignore[arg-type]
-    if isinstance(label, Sequence) and not isinstance(label, str):
-        labels = list(label)
-        if len(labels) != n:
-            raise ValidationError(f"by_label: {len(labels)} labels for {n} rows")
-    else:
-        labels = [_label(dataset[i], label) for i in range(n)]
-    labels = [x.item() if isinstance(x, (Tensor, np.generic)) else x for x in labels]
-    rows: dict[Any, list[int]] = {}
-    for i, x in enumerate(labels):
-        rows.setdefault(x, []).append(i)
-    if not rows:
-        raise ValidationError("by_label: the dataset is empty")
-    return {
-        str(x): DataLoader(Subset(dataset, rows[x]), batch_size=batch_size, collate_fn=collate_fn)
-        for x in sorted(rows)
-    }
-
-
-def _label(row: Any, label: Any) -> Any:
-    if callable(label):
-        return label(row)
-    if label is not None:
-        return row[label]
-    if isinstance(row, Mapping):
-        return row["labels"] if "labels" in row else row["label"]
-    return row[-1]

@@ -10,7 +10,8 @@ O outputs, V vocabulary, W the operand's own shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -30,9 +31,21 @@ class Record:
         """⟨u, g_i⟩ for each example: [B]."""
         raise NotImplementedError
 
+    def dots(self, u: Tensor) -> Tensor:
+        """⟨u_q, g_i⟩ for several directions [Q, *W]: [Q, B]."""
+        return torch.stack([self.dot(x) for x in u])
+
     def rows(self) -> Tensor:
         """g_i for each example: [B, *W]."""
         raise NotImplementedError
+
+    def cut(self, first: int, last: int) -> Record:
+        """The record of some of the examples."""
+        return self.map(lambda t: t[first:last])
+
+    def groups(self, sizes: Sequence[int]) -> Tensor:
+        """Sums of g_i over consecutive groups of examples of these sizes: [groups, *W]."""
+        return torch.stack([part.sum(0) for part in self.rows().split(list(sizes))])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -75,6 +88,9 @@ class Dense(Record):
     def dot(self, u: Tensor) -> Tensor:
         return wide(self.grads).reshape(len(self.grads), -1) @ wide(u).flatten()
 
+    def dots(self, u: Tensor) -> Tensor:
+        return wide(u).reshape(len(u), -1) @ wide(self.grads).reshape(len(self.grads), -1).T
+
     def rows(self) -> Tensor:
         return self.grads
 
@@ -94,6 +110,9 @@ class Aligned(Record):
 
     def dot(self, u: Tensor) -> Tensor:
         return (wide(self.grads) * wide(u).movedim(self.dim, 0)).flatten(1).sum(1)
+
+    def cut(self, first: int, last: int) -> Record:
+        return Dense(self.rows()[first:last])
 
     def rows(self) -> Tensor:
         return torch.stack(
@@ -130,6 +149,9 @@ class Pair(Record):
         a, delta = together(self.a, self.delta)
         return a.mT @ delta if self.transposed else delta.mT @ a
 
+    def groups(self, sizes: Sequence[int]) -> Tensor:
+        return _merged(self, sizes)
+
 
 @dataclass(frozen=True)
 class Lookup(Record):
@@ -151,6 +173,9 @@ class Lookup(Record):
         out = self.delta.new_zeros(B * self.size, O)
         at = self.ids + torch.arange(B, device=self.ids.device)[:, None] * self.size
         return out.index_add_(0, at.flatten(), self.delta.reshape(B * T, O)).view(B, self.size, O)
+
+    def groups(self, sizes: Sequence[int]) -> Tensor:
+        return _merged(self, sizes)
 
 
 @dataclass(frozen=True)
@@ -185,11 +210,24 @@ class Replay(Record):
             y = self.split(self.apply(W))
             return torch.stack([_gradient(y[i], W, d) for i, d in enumerate(self.delta)])
 
+    def cut(self, first: int, last: int) -> Record:
+        return Dense(self.rows()[first:last])
+
     def map(self: R, f: Callable[[Tensor], Tensor]) -> R:
         return self  # its operation is bound to the device it ran on
 
     def tensors(self) -> list[Tensor]:
         return [*self.held, self.delta]
+
+
+def _merged(record: Record, sizes: Sequence[int]) -> Tensor:
+    """Gradients of whole groups, whose examples count as more tokens of one."""
+    if len(set(sizes)) == 1:
+        r = sizes[0]
+        return record.map(lambda t: t.reshape(len(sizes), r * t.shape[1], *t.shape[2:])).rows()
+    starts = itertools.accumulate(sizes, initial=0)
+    cuts = [slice(a, a + n) for a, n in zip(starts, sizes, strict=False)]
+    return torch.cat([record.cut(c.start, c.stop).groups([c.stop - c.start]) for c in cuts])
 
 
 def _gradient(y: Tensor, W: Tensor, delta: Tensor) -> Tensor:

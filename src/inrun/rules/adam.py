@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW
 
+from inrun.kernels import AdamStep
 from inrun.rules.base import (
     Options,
     State,
@@ -110,8 +111,22 @@ def derivative(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     return sign(o) * c.size * J
 
 
-@register_optimizer(Adam, decay=decoupled_decay, factor=factor, derivative=derivative)
-@register_optimizer(AdamW, decay=decoupled_decay, factor=factor, derivative=derivative)
+def fused(g: Tensor, w: Tensor, s: State, o: Options) -> AdamStep | None:
+    """For the kernel that computes the same for all parameters at once."""
+    if "exp_avg" not in s or o["amsgrad"] or o["maximize"] or isinstance(l2(w, g, o), Tensor):
+        return None
+    c = _scalars(g, s, o)
+    scalars = (c.beta1, c.beta2, c.eps, c.size, c.c2, decoupled_decay(o))
+    return AdamStep(w, g, s["exp_avg"], s["exp_avg_sq"], scalars)
+
+
+_CLOSED = {
+    "decay": decoupled_decay, "factor": factor, "derivative": derivative, "fused": fused
+}  # fmt: skip
+
+
+@register_optimizer(Adam, **_CLOSED)
+@register_optimizer(AdamW, **_CLOSED)
 def adam(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     """(η/c₁)·a/(r+ε): see the top of this file."""
     c = _scalars(g, s, o)

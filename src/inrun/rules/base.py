@@ -30,6 +30,8 @@ from torch import Tensor
 from torch.autograd.functional import jvp
 from torch.optim import Optimizer
 
+from inrun.kernels import AdamStep
+
 State: TypeAlias = Mapping[str, Any]
 Options: TypeAlias = Mapping[str, Any]
 UpdateMap: TypeAlias = Callable[[Tensor, Tensor, State, Options], Tensor]
@@ -75,6 +77,8 @@ class Rule:
         twin: a function equal to ``update`` up to its low-precision rounding, to differentiate
             instead of it (Muon computes in bfloat16).
         nodes: Gauss–Legendre nodes of the path integral.
+        fused: what the whole-model kernel for GPUs needs of a parameter, or None where it cannot
+            serve (kernels.py).
     """
 
     update: UpdateMap
@@ -84,13 +88,14 @@ class Rule:
     derivative: UpdateMap | None = None
     twin: UpdateMap | None = None
     nodes: int = 8
+    fused: Callable[[Tensor, Tensor, State, Options], AdamStep | None] | None = None
 
     @torch.no_grad()
     def tangent(self, g: Tensor, w: Tensor, s: State, o: Options) -> LinearMap:
         """The map v ↦ Jᵀv at g."""
         g, s = _raise(g, s, torch.float32)
         if self.derivative is not None:
-            return _scale(self.derivative(g, w, s, o))
+            return Scale(self.derivative(g, w, s, o))
         return _pullback(self.twin or self.update, g, w, s, o)[1]
 
     @torch.no_grad()
@@ -98,9 +103,9 @@ class Rule:
         """The map v ↦ K⊙v (or the path integral), for which ⟨u, g⟩ = ⟨v, update(g) − update(0)⟩."""
         g, s = _raise(g, s, torch.float32)
         if self.factor is not None:
-            return _scale(self.factor(g, w, s, o))
+            return Scale(self.factor(g, w, s, o))
         if self.coordinatewise:
-            return _scale(divided_difference(self.update, g, w, s, o))
+            return Scale(divided_difference(self.update, g, w, s, o))
 
         function = self.twin or self.update
 
@@ -169,8 +174,14 @@ def _pullback(
     return out.detach(), pull
 
 
-def _scale(K: Tensor) -> LinearMap:
-    return lambda v: (K * v).to(v.dtype)
+@dataclass(frozen=True)
+class Scale:
+    """The map v ↦ K⊙v, which most rules give: K can then be used on its own."""
+
+    K: Tensor
+
+    def __call__(self, v: Tensor) -> Tensor:
+        return (self.K * v).to(v.dtype)
 
 
 def widest(device: torch.device) -> torch.dtype:

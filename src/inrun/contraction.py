@@ -1,0 +1,136 @@
+"""From directions and records to values: ⟨u_q, g_i⟩ for every target q and example i."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inrun import kernels
+from inrun.nodes import Node, directions
+from inrun.ops import Dense, Record
+from inrun.tap import MicroBatch
+
+
+@dataclass(frozen=True)
+class Direction:
+    """u_q of one parameter for Q targets: K ⊙ v_q, or v_q where there is no factor K."""
+
+    v: Tensor  # [Q, *W]
+    K: Tensor | None = None
+
+    @cached_property
+    def full(self) -> Tensor:
+        return self.v if self.K is None else self.K * self.v
+
+
+def contract(
+    u: Mapping[str, Direction], G: Mapping[str, Tensor], micros: Sequence[MicroBatch]
+) -> tuple[Tensor, Tensor]:
+    """⟨u_q, g_i⟩ of every example of the step [Q, B], and ⟨u_q, G⟩ [Q], in float64."""
+    some = next(iter(u.values())).v
+    values, covered = [], set[str]()
+    expected = torch.zeros(len(some), dtype=torch.float64, device=some.device)
+    for micro in micros:
+        total = torch.zeros(len(some), micro.B, dtype=torch.float64, device=some.device)
+        dense: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
+        for node, records in micro.nodes(u.keys()):
+            for record in records:
+                record = record.to(some.device)
+                if isinstance(record, Dense) and node.name in u and _fits(record, u[node.name]):
+                    dense.setdefault(record.grads.dtype, []).append((node.name, record.grads))
+                else:
+                    total += _plain(node, record, u)
+        for rows in dense.values():
+            names = [k for k, _ in rows]
+            new = [k for k in names if k not in covered]
+            whole = len(new) == len(names) and kernels.usable([G[k] for k in names])
+            total_g = _fused(rows, u, G if whole else None)
+            total += total_g[:, :-1]
+            if whole:
+                expected += total_g[:, -1]
+                covered.update(names)
+        values.append(total)
+    for k, d in u.items():
+        if k not in covered:
+            g = G[k].to(d.v.dtype).flatten()
+            expected += (d.full.reshape(len(some), -1) @ g).double()
+    return torch.cat(values, dim=1), expected
+
+
+def _plain(node: Node, record: Record, u: Mapping[str, Direction]) -> Tensor:
+    if node.param is not None:
+        return record.dots(u[node.name].full).double()
+    parts = []
+    for q in range(len(next(iter(u.values())).v)):
+        moving = directions(node, {k: u[k].full[q] for k in node.roots if k in u})
+        assert moving is not None
+        parts.append(record.dot(moving).double())
+    return torch.stack(parts)
+
+
+def _fits(record: Dense, d: Direction) -> bool:
+    """Large enough a model is scored by one kernel for all parameters."""
+    if not record.grads.is_cuda:
+        return False
+    return kernels.usable([record.grads, d.v, *([] if d.K is None else [d.K])])
+
+
+def _fused(
+    rows: Sequence[tuple[str, Tensor]], u: Mapping[str, Direction], G: Mapping[str, Tensor] | None
+) -> Tensor:
+    names = [k for k, _ in rows]
+    factors = [x for k in names if (x := u[k].K) is not None]
+    K = factors if len(factors) == len(names) else None
+    v = [u[k].v if K is not None else u[k].full.contiguous() for k in names]
+    own = None if G is None else [G[k] for k in names]
+    return kernels.contract([g for _, g in rows], K, v, own)
+
+
+def components(names: Iterable[str], micros: Sequence[MicroBatch]) -> list[list[str]]:
+    """Parameters that must be scored together because one tensor is made of several of them."""
+    group = {k: {k} for k in names}
+    for micro in micros:
+        for node in micro.records:
+            joined = set().union(*(group[k] for k in node.roots if k in group))
+            for k in joined:
+                group[k] = joined
+    seen: set[str] = set()
+    found = []
+    for k, members in group.items():
+        if k not in seen:
+            seen |= members
+            found.append(sorted(members))
+    return found
+
+
+def cancelling(G: Mapping[str, Tensor], micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
+    """Coordinates of vectors whose gradient is zero but for rounding, though single examples' are
+    not: a bias before BatchNorm. The batch does not move them, yet an adaptive optimizer's slope
+    at zero is of the order lr/eps there and would credit examples with nonsense."""
+    sizes: dict[str, Tensor] = {}
+    for micro in micros:
+        alike: dict[Any, list[tuple[str, Tensor]]] = {}  # small tensors: few launches on a GPU
+        for k, g in G.items():
+            for node, records in micro.nodes([k]) if g.ndim <= 1 else ():
+                for record in records if node.name == k else ():
+                    rows = record.to(g.device).rows()
+                    alike.setdefault((rows.shape, rows.dtype), []).append((k, rows))
+        for found in alike.values():
+            sums = torch.stack([rows for _, rows in found]).abs().sum(1)
+            for (k, _), part in zip(found, sums, strict=True):
+                sizes[k] = sizes[k] + part if k in sizes else part
+    grouped: dict[Any, list[str]] = {}
+    for k, x in sizes.items():
+        grouped.setdefault((x.shape, x.dtype, G[k].dtype), []).append(k)
+    zero: dict[str, Tensor] = {}
+    for (_, dtype, _), names in grouped.items():
+        limit = 0.3 * math.sqrt(torch.finfo(dtype).eps) * torch.stack([sizes[k] for k in names])
+        small = torch.stack([G[k] for k in names]).abs() <= limit
+        zero.update(zip(names, small, strict=True))
+    return zero

@@ -1,0 +1,235 @@
+"""Whole-model kernels for GPUs, in Triton: one launch for all parameters instead of one each.
+
+Tensors are found through a table of their addresses, one row per tensor; a program of the grid
+works on one chunk of one tensor. Both kernels are bound by memory, so each number is read once:
+
+* ``shift``: from weights, gradient and Adam's state to the weights at a point of the path
+  w_∅ → w_B and the secant (or tangent) factor, the formulas of rules/adam.py;
+* ``contract``: ⟨K ⊙ v, g_i⟩ of every example for several directions v, and ⟨K ⊙ v, G⟩.
+
+Where Triton is missing or a tensor is of another kind the plain code serves: see ``usable``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+_CHUNK = 4096  # numbers of a tensor per program
+_EXAMPLES = 64  # rows that fit a tile
+
+
+def usable(tensors: Sequence[Tensor]) -> bool:
+    """Can the kernels work on these: on one GPU, dense, aligned, of a type they know?"""
+    return triton is not None and all(
+        t.is_cuda
+        and t.is_contiguous()
+        and t.data_ptr() % 16 == 0
+        and t.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for t in tensors
+    )
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """What one tensor's step needs besides its numbers: see rules/adam.py for the symbols."""
+
+    p: Tensor
+    g: Tensor
+    m: Tensor
+    v: Tensor
+    scalars: tuple[Any, ...]  # β₁, β₂, ε, η/c₁, c₂, decay: floats or 0-dim tensors
+
+
+def shift(
+    steps: Sequence[AdamStep], x: float | None, kind: str | None
+) -> tuple[list[Tensor] | None, list[Tensor] | None]:
+    """The weights at ``x`` on the path (None: not wanted) and the factor of ``kind``."""
+    device = steps[0].p.device
+    weights = None if x is None else [torch.empty_like(s.p) for s in steps]
+    factors = None
+    if kind is not None:
+        factors = [torch.empty_like(s.p, dtype=torch.float32) for s in steps]
+    columns = [[s.p for s in steps], [s.g for s in steps], [s.m for s in steps]]
+    columns += [[s.v for s in steps], weights or [], factors or []]
+    tensors, starts = _chunks(tuple(s.p.numel() for s in steps), device)
+    scalars = _scalars(steps, 0.0 if x is None else x, device)
+    _shift[(len(tensors),)](
+        _addresses(columns, device), _sizes(tuple(s.p.numel() for s in steps), device), scalars,
+        tensors, starts, _type(steps[0].p), _type(steps[0].g), _type(steps[0].m),
+        POINT=x is not None, KIND={None: 0, "secant": 1, "tangent": 2}[kind], CHUNK=_CHUNK,
+    )  # fmt: skip
+    return weights, factors
+
+
+def contract(
+    rows: Sequence[Tensor],
+    K: Sequence[Tensor] | None,
+    v: Sequence[Tensor],
+    G: Sequence[Tensor] | None,
+) -> Tensor:
+    """Σ over tensors of ⟨K ⊙ v_q, g_i⟩, and in the last column ⟨K ⊙ v_q, G⟩: [Q, B + 1].
+
+    ``rows`` are [B, *W], ``v`` [Q, *W]; K (None: 1) and G have the shape W.
+    """
+    B, Q, device = len(rows[0]), len(v[0]), rows[0].device
+    sizes = tuple(x.numel() // Q for x in v)
+    tensors, starts = _chunks(sizes, device)
+    partial = torch.empty((len(tensors), Q, B + 1), dtype=torch.float32, device=device)
+    columns = [list(rows), list(K or []), list(v), list(G or [])]
+    BP = min(triton.next_power_of_2(B), _EXAMPLES)
+    _contract[(len(tensors),)](
+        _addresses(columns, device), _sizes(sizes, device), tensors, starts, partial,
+        _type(rows[0]), _type(v[0]), _type(G[0]) if G else tl.float32,
+        B=B, BP=BP, Q=Q, WITH_K=K is not None, WITH_G=G is not None,
+        CHUNK=_CHUNK, BLOCK=max(_CHUNK // BP, 64),
+    )  # fmt: skip
+    return partial.sum(0, dtype=torch.float64)
+
+
+def _addresses(columns: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
+    """[tensors, columns] addresses; 0 where a column is empty."""
+    n = max(len(c) for c in columns)
+    table = [[c[i].data_ptr() if c else 0 for c in columns] for i in range(n)]
+    return _upload(torch.tensor(table, dtype=torch.int64), device)
+
+
+def _upload(t: Tensor, device: torch.device) -> Tensor:
+    """To the device without waiting for it."""
+    return (t.pin_memory() if device.type == "cuda" else t).to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=64)
+def _sizes(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(sizes, dtype=torch.int64, device=device)
+
+
+@lru_cache(maxsize=64)
+def _chunks(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """For each program: its tensor, and where in it the chunk begins."""
+    counts = torch.tensor([-(-n // _CHUNK) for n in sizes])
+    tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    starts = (torch.arange(len(tensors)) - first) * _CHUNK
+    return tensors.to(torch.int32).to(device), starts.to(torch.int64).to(device)
+
+
+def _scalars(steps: Sequence[AdamStep], x: float, device: torch.device) -> Tensor:
+    """[tensors, 7] in float64; numbers that are on the device already stay there."""
+    columns = []
+    for column in zip(*(s.scalars for s in steps), strict=True):
+        if any(isinstance(c, Tensor) and c.device.type != "cpu" for c in column):
+            one = [torch.as_tensor(c, dtype=torch.float64, device=device) for c in column]
+            columns.append(torch.stack([t.reshape(()) for t in one]))
+        else:
+            numbers = torch.tensor([float(c) for c in column], dtype=torch.float64)
+            columns.append(_upload(numbers, device))
+    columns.append(torch.full_like(columns[0], x))
+    return torch.stack(columns, dim=1)
+
+
+def _type(t: Tensor) -> Any:
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[
+        t.dtype
+    ]
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _at(  # type: ignore[no-untyped-def]
+        table, row, column, columns: tl.constexpr, dtype: tl.constexpr
+    ):
+        address = tl.load(table + row * columns + column)
+        return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _shift(  # type: ignore[no-untyped-def]
+        table, sizes, scalars, tensors, starts,
+        P: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
+        POINT: tl.constexpr, KIND: tl.constexpr, CHUNK: tl.constexpr,
+    ):  # fmt: skip
+        pid = tl.program_id(0)
+        t = tl.load(tensors + pid)
+        start = tl.load(starts + pid)
+        n = tl.load(sizes + t)
+        beta1, one1 = tl.load(scalars + t * 7), 1.0 - tl.load(scalars + t * 7)
+        beta2, one2 = tl.load(scalars + t * 7 + 1), 1.0 - tl.load(scalars + t * 7 + 1)
+        c2 = tl.load(scalars + t * 7 + 4)
+        x = tl.load(scalars + t * 7 + 6).to(tl.float32)
+        eps = tl.load(scalars + t * 7 + 2).to(tl.float32)
+        size = tl.load(scalars + t * 7 + 3).to(tl.float32)
+        decay = tl.load(scalars + t * 7 + 5).to(tl.float32)
+        b1, a1 = beta1.to(tl.float32), one1.to(tl.float32)
+        b2, a2 = (beta2 / c2).to(tl.float32), (one2 / c2).to(tl.float32)  # with the correction
+
+        at = start + tl.arange(0, CHUNK)
+        inside = at < n
+        g = tl.load(_at(table, t, 1, 6, G) + at, mask=inside, other=0.0).to(tl.float32)
+        m = tl.load(_at(table, t, 2, 6, M) + at, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(_at(table, t, 3, 6, M) + at, mask=inside, other=0.0).to(tl.float32)
+        r0 = tl.sqrt(b2 * v)
+        r = tl.sqrt(b2 * v + a2 * g * g)
+        if POINT:
+            p = tl.load(_at(table, t, 0, 6, P) + at, mask=inside, other=0.0).to(tl.float32)
+            with_batch = (b1 * m + a1 * g) / (r + eps)
+            without = b1 * m / (r0 + eps)
+            w = decay * p - size * ((1.0 - x) * without + x * with_batch)
+            tl.store(_at(table, t, 4, 6, P) + at, w, mask=inside)
+        if KIND > 0:
+            touched = r + r0 > 0.0
+            if KIND == 1:
+                rho = tl.where(touched, a2 * g / tl.where(touched, r + r0, 1.0), 0.0)
+                K = (a1 - rho * b1 * m / (r0 + eps)) / (r + eps)
+            else:
+                slope = a1 * (b2 * v + eps * r) - b1 * a2 * m * g
+                K = slope / tl.where(touched, r, 1.0) / ((r + eps) * (r + eps))
+            K = tl.where(touched, size * K, 0.0)
+            tl.store(_at(table, t, 5, 6, tl.float32) + at, K, mask=inside)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _contract(  # type: ignore[no-untyped-def]
+        table, sizes, tensors, starts, partial,
+        R: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
+        B: tl.constexpr, BP: tl.constexpr, Q: tl.constexpr, WITH_K: tl.constexpr,
+        WITH_G: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        pid = tl.program_id(0)
+        t = tl.load(tensors + pid)
+        start = tl.load(starts + pid)
+        n = tl.load(sizes + t)
+        rows = _at(table, t, 0, 4, R)
+        factor = _at(table, t, 1, 4, tl.float32)
+        direction = _at(table, t, 2, 4, V)
+        out = partial + pid.to(tl.int64) * Q * (B + 1)
+        for q in range(Q):
+            for first in range(0, B, BP):
+                b = first + tl.arange(0, BP)
+                total = tl.zeros((BP,), dtype=tl.float32)
+                summed = 0.0
+                for offset in range(0, CHUNK, BLOCK):
+                    at = start + offset + tl.arange(0, BLOCK)
+                    inside = at < n
+                    u = tl.load(direction + q * n + at, mask=inside, other=0.0).to(tl.float32)
+                    if WITH_K:
+                        u *= tl.load(factor + at, mask=inside, other=0.0)
+                    where = b[:, None].to(tl.int64) * n + at[None, :]
+                    mask = (b[:, None] < B) & inside[None, :]
+                    g = tl.load(rows + where, mask=mask, other=0.0).to(tl.float32)
+                    total += tl.sum(g * u[None, :], axis=1)
+                    if WITH_G:
+                        own = tl.load(_at(table, t, 3, 4, G) + at, mask=inside, other=0.0)
+                        summed += tl.sum(own.to(tl.float32) * u)
+                tl.store(out + q * (B + 1) + b, total, mask=b < B)
+                tl.store(out + q * (B + 1) + B, summed)

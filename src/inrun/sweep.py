@@ -1,0 +1,149 @@
+"""Many targets in one pass: their batches side by side, their gradients told apart by the capture.
+
+Q targets cost about as much as Q more examples in the batch. The records of the pass are kept in
+ghost form, and the gradient of a parameter for each target is formed from them when the parameter
+is scored, so Q gradients of the whole model never exist at once.
+
+The loss of the joined batch must be the mean over its rows of what the targets' own losses are
+means of. Whether that is so is measured at the first step and at every audit; where it is not, each
+target has its own pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from inrun.capture import Capture
+from inrun.errors import BatchError, CaptureError
+from inrun.nodes import pull_back
+from inrun.ops.records import wide
+from inrun.tap import MicroBatch
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of a group of targets: a loss (or their mean), and gradients by parameter and targets."""
+
+    loss: Tensor
+    of: Callable[[str, slice], Tensor]  # [targets, *W]
+
+
+class Sweep:
+    """Joins the targets' batches where that is right, and runs the pass."""
+
+    def __init__(self, model: nn.Module, batch_dim: int) -> None:
+        self.model = model
+        self.allowed = batch_dim == 0
+        self.verified = False
+        self._params: Mapping[str, Tensor] | None = None
+        self._capture: Capture | None = None
+
+    def join(self, drawn: Sequence[Sequence[Any]]) -> list[int] | None:
+        """The rows of each target in the joined batch; None where they do not fit together."""
+        if not self.allowed or len(drawn) < 2:
+            return None
+        kinds, sizes, weights = set(), [], set()
+        for batches in drawn:
+            rows = [_rows(b) for b in batches]
+            if None in rows or len(set(rows)) > 1:
+                return None
+            sizes.append(sum(rows))  # type: ignore[arg-type]
+            for batch in batches:
+                kinds.add(_kind(batch))
+                weights.add(_weights(batch, rows[0] or 1))
+        return sizes if len(kinds) == 1 and len(weights) == 1 else None
+
+    def verify(
+        self, loss: Callable[[], Tensor], single: Sequence[Tensor], sizes: Sequence[int],
+        params: Mapping[str, Tensor],
+    ) -> bool:  # fmt: skip
+        """Is the joined loss the mean of the single ones, and can the pass be followed?"""
+        try:
+            found = self.run(loss, sizes, params).loss
+        except (CaptureError, BatchError, RuntimeError):
+            self.allowed = False
+            return False
+        parts = torch.stack(list(single)).double().cpu()
+        share = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
+        expected = (parts * share).sum()
+        half = found.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(
+            found.device.type
+        )
+        tolerance = 2e-3 if half else 1e-5
+        close = abs(float(found) - float(expected)) <= tolerance * float(
+            (parts * share).abs().sum()
+        )
+        self.allowed = self.verified = close
+        return close
+
+    def run(
+        self, loss: Callable[[], Tensor], sizes: Sequence[int], params: Mapping[str, Tensor]
+    ) -> Gradients:
+        if self._capture is None or self._params is not params:
+            self._capture = Capture(self.model, params, form="ghost", probe=True)
+            self._params = params
+        capture = self._capture
+        with torch.enable_grad(), capture.batch(sum(sizes)) as micro:
+            value = loss()
+            torch.autograd.grad(value, [capture.trigger], allow_unused=True)
+        return Gradients(value.detach(), lambda k, qs: _gradient(micro, sizes, k, qs, params[k]))
+
+
+def _gradient(
+    micro: MicroBatch, sizes: Sequence[int], name: str, qs: slice, like: Tensor
+) -> Tensor:
+    """∇ℓ_q of one parameter for a range of targets."""
+    offsets = [0, *itertools.accumulate(sizes)]
+    first, last = offsets[qs.start], offsets[qs.stop]
+    chosen = sizes[qs]
+    total: Tensor | None = None
+    for node, records in micro.nodes([name]):
+        for record in records:
+            grouped = wide(record.cut(first, last).groups(chosen))
+            part = pull_back(node, grouped)[name]
+            total = part if total is None else total + part
+    if total is None:
+        return torch.zeros((len(chosen), *like.shape), dtype=wide(like).dtype, device=like.device)
+    scale = torch.tensor([sum(sizes) / n for n in chosen], dtype=total.dtype, device=total.device)
+    return total * scale.reshape(-1, *[1] * like.ndim)
+
+
+def joined(batches: Sequence[Any]) -> Any:
+    """Batches of one kind as one."""
+
+    def one(*xs: Any) -> Any:
+        return torch.cat(xs) if isinstance(xs[0], Tensor) and xs[0].ndim else xs[0]
+
+    return tree_map(one, *batches)
+
+
+def _rows(batch: Any) -> int | None:
+    sizes = {x.shape[0] for x in tree_flatten(batch)[0] if isinstance(x, Tensor) and x.ndim}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _kind(batch: Any) -> Any:
+    """Batches of the same kind can be put side by side."""
+    leaves, spec = tree_flatten(batch)
+    return str(spec), tuple(
+        (tuple(x.shape[1:]), x.ndim, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves
+    )
+
+
+def _weights(batch: Any, rows: int) -> Any:
+    """How much counts in each row on average: ignored labels, and masks of zeros and ones."""
+    found = []
+    for x in tree_flatten(batch)[0]:
+        if not isinstance(x, Tensor) or x.ndim < 2 or x.is_floating_point() or not x.numel():
+            continue
+        ignored = float((x == -100).sum())
+        mask = x.dtype == torch.bool or (int(x.min()) >= 0 and int(x.max()) <= 1)
+        found.append((ignored / rows, float(x.sum()) / rows if mask else None))
+    return tuple(found)
