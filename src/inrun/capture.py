@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from inrun.arguments import flatten
 from inrun.compiled import Backend, backend_of
 from inrun.errors import nothing_recorded, random_parameter, refusal
 from inrun.follow import follow, written
@@ -39,6 +39,7 @@ from inrun.meeting import has_pure_form, operate, prepare, summed_leaves
 from inrun.nodes import Node
 from inrun.ops import Call, Form, Record, op_rule, replay
 from inrun.tap import (
+    Known,
     MicroBatch,
     Tap,
     Tapped,
@@ -103,9 +104,9 @@ class Capture:
         self.calls, self.opened = 0, list[int]()  # calls seen, and composite ones among them
         self._eager_only, self._backend = False, Backend(self, backend_of(model))
         self._mode = _Mode(self)
-        self._info: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._info = Known()
         self._by_storage: dict[Any, Layout] = {}
-        self._constants: set[int] = set()
+        self._constants: set[int] | None = None  # the model's own tensors
         self._shapes: list[tuple[int, ...]] = []
         self._reentered = threading.local()
         self._hooks: list[Any] = []
@@ -119,7 +120,7 @@ class Capture:
         """Record the operations run inside, for B examples."""
         self.live = MicroBatch(B)
         self._shapes = []
-        self._constants = own_tensors(self.model)
+        self._constants = None
         try:
             with self._stance(), self._mode:
                 yield self.live
@@ -132,7 +133,7 @@ class Capture:
             for handle in self._hooks:
                 handle.remove()
             self._hooks = []
-            self._info = WeakTensorKeyDictionary()
+            self._info = Known()
             self._by_storage = {}
 
     def _stance(self) -> Any:
@@ -220,6 +221,8 @@ class Capture:
     def _classify(self, t: Tensor) -> Layout | _Kind:
         """A tensor from outside: the batch's data, unless it belongs to the model."""
         assert self.live is not None
+        if self._constants is None:
+            self._constants = own_tensors(self.model)
         if id(t) in self._constants:
             return CONSTANT
         if getattr(self._reentered, "by", None):
@@ -281,7 +284,7 @@ class Capture:
     def _note_parametric(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if name_of(func) in _RANDOM and out is not args[0] and _is_random(args, kwargs):
             raise random_parameter(name_of(func), self._find(args[0]).roots)
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = flatten(args, kwargs)
         infos = [self._find(x) if isinstance(x, Tensor) else None for x in leaves]
         same = [id(x) for x in leaves]
         nodes = [n if type(n) is Node else x for x, n in zip(leaves, infos, strict=True)]
@@ -304,7 +307,7 @@ class Capture:
             self.opened.append(self.calls - 1)
             with self._mode:
                 return body(*args, **kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = flatten(args, kwargs)
         infos = [self._find(x) if isinstance(x, Tensor) else None for x in leaves]
         nodes = [x if type(x) is Node else None for x in infos]
         layouts = [x if type(x) is Layout else None for x in infos]
@@ -328,9 +331,9 @@ class Capture:
         self.live.autocast = device, on, dtype
         call = replace(call, layout=layout, autocast=self.live.autocast)
         records = rule.records if rule else replay
-        tap = Tapped(call, records, self.live, detached, summed, self.receive)
+        tap = Tapped(records, self.live, detached, summed, self.receive)
         extras = [self.trigger] if self.probe else [leaves[i] for i in summed]
-        out = self.tap(own(out), tap, *extras)
+        out = self.tap(own(out), call, tap, *extras)
         self._remember(out, layout)
         return out
 
@@ -345,7 +348,7 @@ class Capture:
             self._note_parametric(put, pure, {}, target)
             return
         layout = self._layout(before)
-        leaves, spec = tree_flatten((pure, {}))
+        leaves, spec = flatten(pure, {})
         infos = [self._find(x) if isinstance(x, Tensor) else None for x in leaves]
         nodes = tuple(x if type(x) is Node else None for x in infos)
         layouts = tuple(x if type(x) is Layout else None for x in infos)
@@ -355,8 +358,8 @@ class Capture:
         if layout is None or target._is_view():
             raise refusal(call, [target], "the examples cannot be told apart in the target")
         self.live.met = True
-        tap = Tapped(call, replay, self.live, (), (), self.receive)
-        self._remember(self.tap(target, tap), layout)
+        tap = Tapped(replay, self.live, (), (), self.receive)
+        self._remember(self.tap(target, call, tap), layout)
 
     def receive(self, tap: Tapped, call: Call, delta: Tensor) -> Sequence[Tensor | None]:
         """δ has arrived: keep the records; the gradients of what is summed."""

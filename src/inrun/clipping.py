@@ -141,15 +141,11 @@ class Accumulated:
         return dict(grads), differ
 
 
-_SAMPLE = 2**16  # numbers
+_SAMPLE = 8  # parameters, the smallest
 
 
 def _smallest(grads: Mapping[str, Tensor], n: int) -> Iterator[tuple[str, Tensor]]:
-    for k, g in sorted(grads.items(), key=lambda item: item[1].numel()):
-        yield k, g
-        n -= g.numel()
-        if n <= 0:
-            return
+    return iter(sorted(grads.items(), key=lambda item: item[1].numel())[:n])
 
 
 def _projection(g: Sequence[Tensor], G: Sequence[Tensor]) -> float:

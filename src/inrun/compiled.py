@@ -25,14 +25,14 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten
 
+from inrun.arguments import flatten
 from inrun.errors import CaptureError
 from inrun.layout import Layout, tensors_in
 from inrun.meeting import operate, prepare
 from inrun.nodes import Node
 from inrun.ops import Call, Record
-from inrun.ops.records import Aligned, Dense, Lookup, Pair
+from inrun.ops.records import Aligned, Dense, Lookup, Pair, wide_type
 from inrun.tap import MicroBatch, Tap, Tapped, composite, own
 
 if TYPE_CHECKING:
@@ -57,9 +57,12 @@ class Slot:
     def like(t: Tensor) -> Slot:
         return Slot(tuple(t.shape), t.dtype, t.device)
 
+    @property
+    def carrier(self) -> torch.dtype:
+        return self.dtype if self.dtype.is_floating_point else torch.float64
+
     def make(self) -> Tensor:
-        dtype = self.dtype if self.dtype.is_floating_point else torch.float64
-        return torch.zeros((), dtype=dtype, device=self.device).expand(self.shape)
+        return torch.zeros((), dtype=self.carrier, device=self.device).expand(self.shape)
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Meeting:
     """
 
     index: int
+    call: Call  # without the examples' tensors
     tap: Tapped
     opened: tuple[int, ...]  # composite calls of the node, whose inner calls count
     records: tuple[tuple[Node, Record], ...]
@@ -83,18 +87,28 @@ class Meeting:
         tensors = [t for _, record in pairs for t in record.tensors()]
         if self.raw:
             tensors = [delta, *(call.leaves[i] for i in batched(call))]
-        return [*tap.totals(call, pairs), *tensors]
+        totals = tap.totals(call, pairs, _unrolled)
+        return [*totals, *(t.contiguous() for t in tensors)]
 
     def arrived(self, tensors: Sequence[Tensor]) -> list[tuple[Node, Record]]:
         """Outside: the records again."""
         given = [t.to(s.dtype) for t, s in zip(tensors, self.slots, strict=True)]
         if self.raw:
-            leaves = list(self.tap.call.leaves)
-            for i, x in zip(batched(self.tap.call), given[1:], strict=True):
+            leaves = list(self.call.leaves)
+            for i, x in zip(batched(self.call), given[1:], strict=True):
                 leaves[i] = x
-            return self.tap.records(replace(self.tap.call, leaves=tuple(leaves)), given[0])
+            return self.tap.records(replace(self.call, leaves=tuple(leaves)), given[0])
         left = iter(given)
         return [(node, record.map(lambda _: next(left))) for node, record in self.records]
+
+
+def _unrolled(rows: Tensor) -> Tensor:
+    """Σ_i rows_i as a chain of additions: the compiler makes one element-wise kernel of it, at
+    twice the speed of its reduction over the first dimension."""
+    total = rows[0].to(wide_type(rows.dtype))
+    for row in rows[1:]:
+        total = total + row
+    return total
 
 
 def batched(call: Call) -> list[int]:
@@ -148,7 +162,8 @@ class Graph:
     def call(self, *inputs: Any) -> Any:
         if self.capture.live is None:
             return self.gm(*inputs)
-        key = self._key(inputs)
+        with self.capture.paused():
+            key = self._key(inputs)
         if key not in self.variants:
             try:
                 if len(self.variants) == _VARIANTS:
@@ -178,7 +193,7 @@ class Graph:
         assert live is not None
         slots: tuple[Tensor, ...] = ()
         if variant.meetings:
-            live.met, live.autocast = True, variant.meetings[0].tap.call.autocast
+            live.met, live.autocast = True, variant.meetings[0].call.autocast
             slots = Receive.apply(capture.trigger, capture, live, variant.meetings)
         out = variant.run(*inputs, *slots)
         for t, info in zip(tensors_in(out), variant.outputs, strict=True):
@@ -242,8 +257,8 @@ class _Taps(TorchFunctionMode):
                 return func(*args, **kwargs)
             with self:
                 return composite(func)(*args, **kwargs)
-        planned = meeting.tap.call
-        leaves, spec = tree_flatten((args, kwargs))
+        planned = meeting.call
+        leaves, spec = flatten(args, kwargs)
         call = prepare(
             func, leaves, spec, planned.nodes, planned.layouts, planned.B, planned.form
         )  # fmt: skip
@@ -251,8 +266,8 @@ class _Taps(TorchFunctionMode):
         summed = meeting.tap.summed
         out = operate(func, leaves, spec, meeting.tap.detached)
         slots = [next(self.slots) for _ in meeting.slots]
-        tap = replace(meeting.tap, call=call, receive=meeting.send)
-        return Tap.apply(own(out), tap, *(leaves[i] for i in summed), *slots)
+        tap = replace(meeting.tap, receive=meeting.send)
+        return Tap.apply(own(out), call, tap, *(leaves[i] for i in summed), *slots)
 
 
 class Receive(torch.autograd.Function):
@@ -264,7 +279,14 @@ class Receive(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.capture, ctx.micro, ctx.meetings = capture, micro, meetings
-        return tuple(slot.make() for m in meetings for slot in m.slots)
+        zeros: dict[Any, Tensor] = {}
+        made = []
+        for slot in (s for m in meetings for s in m.slots):
+            kind = slot.carrier, slot.device
+            if kind not in zeros:
+                zeros[kind] = torch.zeros((), dtype=kind[0], device=kind[1])
+            made.append(zeros[kind].expand(slot.shape))
+        return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *tensors: Tensor | None) -> Any:
@@ -275,7 +297,7 @@ class Receive(torch.autograd.Function):
                 continue  # nothing of the loss went through here
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 pairs = meeting.arrived(given)
-            ctx.capture.keep(ctx.micro, meeting.tap.call.name, pairs)
+            ctx.capture.keep(ctx.micro, meeting.call.name, pairs)
         return None, None, None, None
 
 
@@ -354,10 +376,9 @@ class _Planner(fx.Interpreter):
             raise UnplannableError(f"it contains '{target.name()}'")
         return super().call_function(target, args, kwargs)
 
-    def _note(self, out: Tensor, tap: Tapped, *operands: Tensor) -> Tensor:
+    def _note(self, out: Tensor, call: Call, tap: Tapped, *extras: Tensor) -> Tensor:
         """In the place of a tap."""
         assert self.node is not None
-        call = tap.call
         device = out.device.type
         with torch._C.DisableTorchFunction(), torch.autocast(device, enabled=False):
             pairs = tap.records(call, torch.empty_like(out))
@@ -371,15 +392,16 @@ class _Planner(fx.Interpreter):
         index = self.capture.calls - 1
         slots = tuple(Slot.like(t) for t in sent)
         opened, records = tuple(self.capture.opened), tuple(_bare_record(p) for p in pairs)
-        meeting = Meeting(index, _bare(tap), opened, records, raw, slots)
+        bare = replace(tap, micro=MicroBatch(call.B))
+        meeting = Meeting(index, _bare(call), bare, opened, records, raw, slots)
         self.meetings.setdefault(self.node.name, []).append(meeting)
         return out
 
 
-def _bare(tap: Tapped) -> Tapped:
+def _bare(call: Call) -> Call:
     """Without the tensors that have no data."""
-    leaves = tuple(None if isinstance(x, FakeTensor) else x for x in tap.call.leaves)
-    return replace(tap, call=replace(tap.call, leaves=leaves), micro=MicroBatch(tap.call.B))
+    leaves = tuple(None if isinstance(x, FakeTensor) else x for x in call.leaves)
+    return replace(call, leaves=leaves)
 
 
 def _bare_record(pair: tuple[Node, Record]) -> tuple[Node, Record]:

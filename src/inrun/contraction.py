@@ -110,8 +110,8 @@ def components(names: Iterable[str], micros: Sequence[MicroBatch]) -> list[list[
 
 
 def cancelling(G: Mapping[str, Tensor], micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
-    """Coordinates of vectors whose gradient is zero but for rounding, though single examples' are
-    not: a bias before BatchNorm. The batch does not move them, yet an adaptive optimizer's slope
+    """0 at the coordinates of vectors whose gradient is zero but for rounding, though single
+    examples' are not, and 1 elsewhere: a bias before BatchNorm. The batch does not move them, yet an adaptive optimizer's slope
     at zero is of the order lr/eps there and would credit examples with nonsense."""
     sizes: dict[str, Tensor] = {}
     for micro in micros:
@@ -128,9 +128,9 @@ def cancelling(G: Mapping[str, Tensor], micros: Sequence[MicroBatch]) -> dict[st
     grouped: dict[Any, list[str]] = {}
     for k, x in sizes.items():
         grouped.setdefault((x.shape, x.dtype, G[k].dtype), []).append(k)
-    zero: dict[str, Tensor] = {}
+    keep: dict[str, Tensor] = {}
     for (_, dtype, _), names in grouped.items():
         limit = 0.3 * math.sqrt(torch.finfo(dtype).eps) * torch.stack([sizes[k] for k in names])
-        small = torch.stack([G[k] for k in names]).abs() <= limit
-        zero.update(zip(names, small, strict=True))
-    return zero
+        large = (torch.stack([G[k] for k in names]).abs() > limit).to(dtype)
+        keep.update(zip(names, large, strict=True))
+    return keep

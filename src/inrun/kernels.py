@@ -49,7 +49,7 @@ class AdamStep:
     g: Tensor
     m: Tensor
     v: Tensor
-    scalars: tuple[Any, ...]  # β₁, β₂, ε, η/c₁, c₂, decay: floats or 0-dim tensors
+    numbers: tuple[Any, ...]  # β₁, β₂, ε, η, steps so far, decay: floats or 0-dim tensors
 
 
 def shift(
@@ -68,7 +68,8 @@ def shift(
     _shift[(len(tensors),)](
         _addresses(columns, device), _sizes(tuple(s.p.numel() for s in steps), device), scalars,
         tensors, starts, _type(steps[0].p), _type(steps[0].g), _type(steps[0].m),
-        POINT=x is not None, KIND={None: 0, "secant": 1, "tangent": 2}[kind], CHUNK=_CHUNK,
+        POINT=x is not None, KIND={None: 0, "secant": 1, "tangent": 2}[kind],
+        CHUNK=_CHUNK, BLOCK=1024,
     )  # fmt: skip
     return weights, factors
 
@@ -126,17 +127,18 @@ def _chunks(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tenso
 
 
 def _scalars(steps: Sequence[AdamStep], x: float, device: torch.device) -> Tensor:
-    """[tensors, 7] in float64; numbers that are on the device already stay there."""
+    """[tensors, 7]: β₁, β₂, ε, η/c₁, c₂, decay, x in float64. What is on the device stays there."""
     columns = []
-    for column in zip(*(s.scalars for s in steps), strict=True):
+    for column in zip(*(s.numbers for s in steps), strict=True):
         if any(isinstance(c, Tensor) and c.device.type != "cpu" for c in column):
-            one = [torch.as_tensor(c, dtype=torch.float64, device=device) for c in column]
-            columns.append(torch.stack([t.reshape(()) for t in one]))
+            one = [torch.as_tensor(c, device=device).reshape(()) for c in column]
+            columns.append(torch.stack(one).double())
         else:
             numbers = torch.tensor([float(c) for c in column], dtype=torch.float64)
             columns.append(_upload(numbers, device))
-    columns.append(torch.full_like(columns[0], x))
-    return torch.stack(columns, dim=1)
+    beta1, beta2, eps, lr, t, decay = columns
+    size, c2 = lr / (1 - beta1 ** (t + 1)), 1 - beta2 ** (t + 1)
+    return torch.stack([beta1, beta2, eps, size, c2, decay, torch.full_like(t, x)], dim=1)
 
 
 def _type(t: Tensor) -> Any:
@@ -158,7 +160,7 @@ if triton is not None:
     def _shift(  # type: ignore[no-untyped-def]
         table, sizes, scalars, tensors, starts,
         P: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
-        POINT: tl.constexpr, KIND: tl.constexpr, CHUNK: tl.constexpr,
+        POINT: tl.constexpr, KIND: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         pid = tl.program_id(0)
         t = tl.load(tensors + pid)
@@ -174,29 +176,30 @@ if triton is not None:
         b1, a1 = beta1.to(tl.float32), one1.to(tl.float32)
         b2, a2 = (beta2 / c2).to(tl.float32), (one2 / c2).to(tl.float32)  # with the correction
 
-        at = start + tl.arange(0, CHUNK)
-        inside = at < n
-        g = tl.load(_at(table, t, 1, 6, G) + at, mask=inside, other=0.0).to(tl.float32)
-        m = tl.load(_at(table, t, 2, 6, M) + at, mask=inside, other=0.0).to(tl.float32)
-        v = tl.load(_at(table, t, 3, 6, M) + at, mask=inside, other=0.0).to(tl.float32)
-        r0 = tl.sqrt(b2 * v)
-        r = tl.sqrt(b2 * v + a2 * g * g)
-        if POINT:
-            p = tl.load(_at(table, t, 0, 6, P) + at, mask=inside, other=0.0).to(tl.float32)
-            with_batch = (b1 * m + a1 * g) / (r + eps)
-            without = b1 * m / (r0 + eps)
-            w = decay * p - size * ((1.0 - x) * without + x * with_batch)
-            tl.store(_at(table, t, 4, 6, P) + at, w, mask=inside)
-        if KIND > 0:
-            touched = r + r0 > 0.0
-            if KIND == 1:
-                rho = tl.where(touched, a2 * g / tl.where(touched, r + r0, 1.0), 0.0)
-                K = (a1 - rho * b1 * m / (r0 + eps)) / (r + eps)
-            else:
-                slope = a1 * (b2 * v + eps * r) - b1 * a2 * m * g
-                K = slope / tl.where(touched, r, 1.0) / ((r + eps) * (r + eps))
-            K = tl.where(touched, size * K, 0.0)
-            tl.store(_at(table, t, 5, 6, tl.float32) + at, K, mask=inside)
+        for offset in range(0, CHUNK, BLOCK):
+            at = start + offset + tl.arange(0, BLOCK)
+            inside = at < n
+            g = tl.load(_at(table, t, 1, 6, G) + at, mask=inside, other=0.0).to(tl.float32)
+            m = tl.load(_at(table, t, 2, 6, M) + at, mask=inside, other=0.0).to(tl.float32)
+            v = tl.load(_at(table, t, 3, 6, M) + at, mask=inside, other=0.0).to(tl.float32)
+            r0 = tl.sqrt(b2 * v)
+            r = tl.sqrt(b2 * v + a2 * g * g)
+            if POINT:
+                p = tl.load(_at(table, t, 0, 6, P) + at, mask=inside, other=0.0).to(tl.float32)
+                with_batch = (b1 * m + a1 * g) / (r + eps)
+                without = b1 * m / (r0 + eps)
+                w = decay * p - size * ((1.0 - x) * without + x * with_batch)
+                tl.store(_at(table, t, 4, 6, P) + at, w, mask=inside)
+            if KIND > 0:
+                touched = r + r0 > 0.0
+                if KIND == 1:
+                    rho = tl.where(touched, a2 * g / tl.where(touched, r + r0, 1.0), 0.0)
+                    K = (a1 - rho * b1 * m / (r0 + eps)) / (r + eps)
+                else:
+                    slope = a1 * (b2 * v + eps * r) - b1 * a2 * m * g
+                    K = slope / tl.where(touched, r, 1.0) / ((r + eps) * (r + eps))
+                K = tl.where(touched, size * K, 0.0)
+                tl.store(_at(table, t, 5, 6, tl.float32) + at, K, mask=inside)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _contract(  # type: ignore[no-untyped-def]

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from inrun.arguments import Spec
 from inrun.layout import Layout, in_place, name_of
 from inrun.ops import Call, Form, OpRule
 from inrun.tap import shape_of
 
 
 def prepare(
-    func: Any, leaves: Sequence[Any], spec: TreeSpec, nodes: Sequence[Any],
+    func: Any, leaves: Sequence[Any], spec: Spec, nodes: Sequence[Any],
     layouts: Sequence[Layout | None], B: int, form: Form,
 ) -> Call:  # fmt: skip
     """The call, with what its rule will need, before the operation runs."""
@@ -50,8 +50,10 @@ def summed_leaves(rule: OpRule | None, call: Call) -> tuple[int, ...]:
     )
 
 
-def operate(func: Any, leaves: Sequence[Any], spec: TreeSpec, detached: Sequence[int]) -> Any:
+def operate(func: Any, leaves: Sequence[Any], spec: Spec, detached: Sequence[int]) -> Any:
     """Run the operation; detached leaves get no gradient from it."""
-    given = [x.detach() if i in detached else x for i, x in enumerate(leaves)]
-    args, kwargs = tree_unflatten(given, spec)
+    given = list(leaves)
+    for i in detached:
+        given[i] = given[i].detach()
+    args, kwargs = spec.unflatten(given)
     return func(*args, **kwargs)

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
+from inrun.arguments import Spec
 from inrun.ops.derivative import along
 
 
@@ -28,7 +29,7 @@ class Node:
     param: Tensor | None = None
     func: Callable[..., Any] | None = None
     leaves: tuple[Any, ...] = ()
-    spec: TreeSpec | None = None
+    spec: Spec | None = None
     index: int | None = None  # which of several results
     roots: frozenset[str] = field(default_factory=frozenset)
 
@@ -37,7 +38,7 @@ class Node:
         return Node(name, param=param, roots=frozenset([name]))
 
     @staticmethod
-    def derived(func: Any, leaves: list[Any], spec: TreeSpec, index: int | None, op: str) -> Node:
+    def derived(func: Any, leaves: list[Any], spec: Spec, index: int | None, op: str) -> Node:
         """``leaves`` hold nodes where the operation had parametric operands."""
         roots = frozenset().union(*(x.roots for x in leaves if isinstance(x, Node)))
         name = f"{op}({', '.join(sorted(roots))})"
@@ -88,7 +89,7 @@ def _evaluate(node: Node, inputs: Mapping[str, Tensor], done: dict[int, Tensor])
     if id(node) not in done:
         assert node.func is not None and node.spec is not None
         leaves = [_evaluate(x, inputs, done) if isinstance(x, Node) else x for x in node.leaves]
-        args, kwargs = tree_unflatten(leaves, node.spec)
+        args, kwargs = node.spec.unflatten(leaves)
         out = node.func(*args, **kwargs)
         done[id(node)] = out if node.index is None else tree_flatten(out)[0][node.index]
     return done[id(node)]

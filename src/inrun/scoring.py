@@ -174,16 +174,14 @@ class Scorer:
         self, path: Path, places: list[int], G: Mapping[str, Tensor], micros: list[MicroBatch]
     ) -> list[dict[str, LinearMap]]:
         """For each estimator, the linear map of each parameter."""
-        zero = cancelling(G, micros)
         made: dict[str, list[LinearMap]] = {}
         with stage("update map"):
+            keep = cancelling(G, micros)
             for e in self.estimators:
                 if e.kind not in made:
-                    made[e.kind] = path.maps(e.kind, POINTS[e.point][0])
-        return [
-            {k: _masked(made[e.kind][i], zero.get(k)) for k, i in zip(G, places, strict=True)}
-            for e in self.estimators
-        ]
+                    maps = path.maps(e.kind, POINTS[e.point][0])
+                    made[e.kind] = _masked([maps[i] for i in places], [keep.get(k) for k in G])
+        return [dict(zip(G, made[e.kind], strict=True)) for e in self.estimators]
 
     def _gradients(
         self, group: Sequence[int], path: Path, params: Mapping[str, Tensor]
@@ -316,7 +314,7 @@ def _values(
     def some(names: Sequence[str], qs: slice) -> tuple[Tensor, Tensor]:
         u = {}
         for k in names:
-            v, f = wide(_mean([p.of(k, qs) for p in points])), maps[k]
+            v, f = wide(_mean([p.of(k, qs) for p in points])).contiguous(), maps[k]
             d = Direction(v, f.K) if isinstance(f, Scale) else Direction(_each(f, v))
             u[k] = carry.carry(d, place[k])
         return contract(u, {k: G[k] for k in names}, micros)
@@ -343,12 +341,17 @@ def _each(f: LinearMap, v: Tensor) -> Tensor:
     return torch.stack([f(x) for x in v])
 
 
-def _masked(f: LinearMap, zero: Tensor | None) -> LinearMap:
-    if zero is None:
-        return f
-    if isinstance(f, Scale):
-        return Scale(f.K.masked_fill(zero, 0.0))
-    return lambda v: f(v).masked_fill(zero, 0.0)
+def _masked(maps: Sequence[LinearMap], keep: Sequence[Tensor | None]) -> list[LinearMap]:
+    """The maps, times ``keep`` where it is given."""
+    pairs = list(zip(maps, keep, strict=True))
+    scaled = [(f.K, x.to(f.K.dtype)) for f, x in pairs if isinstance(f, Scale) and x is not None]
+    if scaled:  # all at once: these are many small tensors; K is ours to change
+        torch._foreach_mul_([K for K, _ in scaled], [x for _, x in scaled])
+    return [f if x is None or isinstance(f, Scale) else _times(f, x) for f, x in pairs]
+
+
+def _times(f: LinearMap, keep: Tensor) -> LinearMap:
+    return lambda v: f(v) * keep.to(v.dtype)
 
 
 def _tolerance(G: Iterable[Tensor], half: bool) -> float:

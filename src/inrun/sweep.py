@@ -42,7 +42,7 @@ class Sweep:
         self.model = model
         self.allowed = batch_dim == 0
         self.verified = False
-        self._params: Mapping[str, Tensor] | None = None
+        self._watched: tuple[tuple[str, int], ...] = ()
         self._capture: Capture | None = None
 
     def join(self, drawn: Sequence[Sequence[Any]]) -> list[int] | None:
@@ -86,9 +86,12 @@ class Sweep:
     def run(
         self, loss: Callable[[], Tensor], sizes: Sequence[int], params: Mapping[str, Tensor]
     ) -> Gradients:
-        if self._capture is None or self._params is not params:
+        watched = tuple((k, id(p)) for k, p in params.items())
+        if self._capture is None:
             self._capture = Capture(self.model, params, form="ghost", probe=True)
-            self._params = params
+        elif self._watched != watched:
+            self._capture.watch(params)
+        self._watched = watched
         capture = self._capture
         with torch.enable_grad(), capture.batch(sum(sizes)) as micro:
             value = loss()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -65,7 +66,6 @@ class Tapped:
     it saw so.
     """
 
-    call: Call
     rule: Any
     micro: MicroBatch
     detached: tuple[int, ...]
@@ -78,12 +78,15 @@ class Tapped:
         except NotImplementedError as e:
             raise refusal(call, [delta], str(e)) from None
 
-    def totals(self, call: Call, pairs: Sequence[tuple[Node, Record]]) -> list[Tensor]:
+    def totals(
+        self, call: Call, pairs: Sequence[tuple[Node, Record]],
+        add: Callable[[Tensor], Tensor] = lambda x: x.sum(0, dtype=wide_type(x.dtype)),
+    ) -> list[Tensor]:  # fmt: skip
         """Σ_i g_i of the summed leaves, in at least float32."""
         found = []
         for leaf in self.summed:
             rows = [record.rows() for node, record in pairs if node is call.nodes[leaf]]
-            parts = [x.sum(0, dtype=wide_type(x.dtype)) for x in rows]
+            parts = [add(x) for x in rows]
             found.append(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
         return found
 
@@ -97,31 +100,44 @@ class Tap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, tap: Tapped, *extras: Tensor) -> Tensor:
-        call = tap.call
+    def forward(ctx: Any, out: Tensor, call: Call, tap: Tapped, *extras: Tensor) -> Tensor:
         where = [i for i, x in enumerate(call.layouts) if x is not None]
         ctx.save_for_backward(*(call.leaves[i] for i in where))
         rest = tuple(None if i in where else x for i, x in enumerate(call.leaves))
         ctx.where = where
         ctx.dtypes = [x.dtype for x in extras]
-        ctx.tap = replace(tap, call=replace(call, leaves=rest))
+        ctx.tap, ctx.call = tap, replace(call, leaves=rest)
         ctx.mark_dirty(out)
         return out
 
     @staticmethod
     def backward(ctx: Any, delta: Tensor) -> Any:
-        tap = ctx.tap
+        tap, call = ctx.tap, ctx.call
         if torch.is_grad_enabled():
             why = "its gradient is differentiated again (create_graph=True)"
-            raise refusal(tap.call, [delta], why)
-        leaves = list(tap.call.leaves)
+            raise refusal(call, [delta], why)
+        leaves = list(call.leaves)
         for i, x in zip(ctx.where, ctx.saved_tensors, strict=True):
             leaves[i] = x.detach()
-        call = replace(tap.call, leaves=tuple(leaves))
+        call = replace(call, leaves=tuple(leaves))
         with torch._C.DisableTorchFunction(), torch.autocast(delta.device.type, enabled=False):
             given = tap.receive(tap, call, delta)
         types = zip(given, ctx.dtypes, strict=True)
-        return delta, None, *(None if g is None else g.to(t) for g, t in types)
+        return delta, None, None, *(None if g is None else g.to(t) for g, t in types)
+
+
+class Known:
+    """What is known of tensors, as long as they live. (torch's own weak dictionary is slower.)"""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
+
+    def get(self, t: Tensor) -> Any:
+        entry = self._entries.get(id(t))
+        return entry[1] if entry is not None and entry[0]() is t else None
+
+    def __setitem__(self, t: Tensor, info: Any) -> None:
+        self._entries[id(t)] = weakref.ref(t), info
 
 
 def own_tensors(model: nn.Module) -> set[int]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from inrun.arguments import Spec
 from inrun.layout import Layout, name_of, to_rows
 from inrun.ops.records import Aligned, Dense, Record, Replay, wide_type
 
@@ -31,7 +30,7 @@ class Call:
     """
 
     func: Callable[..., Any]
-    spec: TreeSpec
+    spec: Spec
     leaves: tuple[Any, ...]
     nodes: tuple[Any, ...]
     layouts: tuple[Layout | None, ...]
@@ -40,28 +39,23 @@ class Call:
     form: Form = "auto"
     autocast: tuple[str, bool, torch.dtype] | None = None  # device, on or off, type
 
-    @cached_property
-    def _places(self) -> Any:
-        return tree_unflatten(list(range(len(self.leaves))), self.spec)
-
-    @cached_property
-    def _values(self) -> Any:
-        return tree_unflatten(list(self.leaves), self.spec)
-
     @property
     def name(self) -> str:
         return name_of(self.func)
 
     def at(self, position: int, keyword: str) -> int | None:
         """The leaf of an argument given by position or keyword; None if it was not given."""
-        args, kwargs = self._places
-        found = args[position] if position < len(args) else kwargs.get(keyword)
+        argument = self.spec.argument(position, keyword)
+        if argument is None or self.spec.nested is None:
+            return argument
+        found = self.spec.place(argument)
         return found if isinstance(found, int) else None
 
     def places(self, position: int, keyword: str) -> list[int]:
         """The leaves of an argument that is a list."""
-        args, kwargs = self._places
-        return list(args[position] if position < len(args) else kwargs[keyword])
+        argument = self.spec.argument(position, keyword)
+        assert argument is not None
+        return list(self.spec.place(argument))
 
     def channels(self, full: Tensor) -> Tensor:
         """[examples, C, …] summed to [B, C]."""
@@ -71,8 +65,8 @@ class Call:
 
     def value(self, position: int, keyword: str, default: Any = None) -> Any:
         """The value of an argument, whole (a list stays a list)."""
-        args, kwargs = self._values
-        return args[position] if position < len(args) else kwargs.get(keyword, default)
+        argument = self.spec.argument(position, keyword)
+        return default if argument is None else self.spec.value(argument, self.leaves)
 
     def node(self, position: int, keyword: str) -> Any:
         """The parametric operand at this argument, or None."""
@@ -103,7 +97,7 @@ class Call:
         """The operation again, with another value for one leaf."""
         leaves = list(self.leaves)
         leaves[leaf] = value
-        args, kwargs = tree_unflatten(leaves, self.spec)
+        args, kwargs = self.spec.unflatten(leaves)
         device, on, dtype = self.autocast or (value.device.type, False, torch.bfloat16)
         with torch.autocast(device, dtype=dtype, enabled=on, cache_enabled=False):
             return self.func(*args, **kwargs)
