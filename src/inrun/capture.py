@@ -114,6 +114,7 @@ class Capture:
     def watch(self, params: Mapping[str, Tensor]) -> None:
         """The parameters to score, from the next batch on."""
         self.nodes = {p: Node.parameter(name, p) for name, p in params.items()}
+        self.watched = frozenset(params)
 
     @contextmanager
     def batch(self, B: int) -> Iterator[MicroBatch]:

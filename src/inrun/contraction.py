@@ -75,10 +75,8 @@ def _plain(node: Node, record: Record, u: Mapping[str, Direction]) -> Tensor:
 
 
 def _fits(record: Dense, d: Direction) -> bool:
-    """Large enough a model is scored by one kernel for all parameters."""
-    if not record.grads.is_cuda:
-        return False
-    return kernels.usable([record.grads, d.v, *([] if d.K is None else [d.K])])
+    """Can the kernel for all parameters take it? (v and K are ours, and in order.)"""
+    return kernels.usable_rows(record.grads) and d.v.dtype == torch.float32
 
 
 def _fused(
@@ -111,15 +109,17 @@ def components(names: Iterable[str], micros: Sequence[MicroBatch]) -> list[list[
 
 def cancelling(G: Mapping[str, Tensor], micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
     """0 at the coordinates of vectors whose gradient is zero but for rounding, though single
-    examples' are not, and 1 elsewhere: a bias before BatchNorm. The batch does not move them, yet an adaptive optimizer's slope
-    at zero is of the order lr/eps there and would credit examples with nonsense."""
+    examples' are not, and 1 elsewhere: a bias before BatchNorm. The batch does not move them, yet
+    an adaptive optimizer's slope at zero is of the order lr/eps there and would credit examples
+    with nonsense."""
     sizes: dict[str, Tensor] = {}
     for micro in micros:
         alike: dict[Any, list[tuple[str, Tensor]]] = {}  # small tensors: few launches on a GPU
-        for k, g in G.items():
-            for node, records in micro.nodes([k]) if g.ndim <= 1 else ():
-                for record in records if node.name == k else ():
-                    rows = record.to(g.device).rows()
+        for node, records in micro.records.items():
+            k = node.name
+            if node.param is not None and k in G and G[k].ndim <= 1:
+                for record in records:
+                    rows = record.to(G[k].device).rows()
                     alike.setdefault((rows.shape, rows.dtype), []).append((k, rows))
         for found in alike.values():
             sums = torch.stack([rows for _, rows in found]).abs().sum(1)

@@ -90,11 +90,24 @@ def _single(x: Any) -> Any:
     return x.float() if half else x
 
 
+class Static:
+    """Memory for shifted weights that stays where it is, so that a recorded validation pass (a
+    CUDA graph) finds them again."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+
+    def like(self, params: Sequence[Tensor]) -> list[Tensor]:
+        if [(t.shape, t.dtype) for t in self._kept] != [(p.shape, p.dtype) for p in params]:
+            self._kept = kernels.alike(params, params[0].dtype)
+        return self._kept
+
+
 class Path:
     """The way from the weights without the batch to those with it, for one step."""
 
-    def __init__(self, moved: Sequence[Moved]) -> None:
-        self.moved = moved
+    def __init__(self, moved: Sequence[Moved], static: Static | None = None) -> None:
+        self.moved, self._static = moved, static
         self._points: dict[float, list[Tensor]] = {}  # kept: every target comes back to them
         self._fused = _fused(moved)
 
@@ -102,7 +115,7 @@ class Path:
         """The linear maps of an estimator that needs the point ``x`` next (one pass for both)."""
         if self._fused is None or kind == "sgd":
             return [m.map(kind) for m in self.moved]
-        weights, factors = kernels.shift(self._fused, x, kind)
+        weights, factors = kernels.shift(self._fused, x, kind, self._memory())
         if x is not None and weights is not None:
             self._points[x] = weights
         assert factors is not None
@@ -111,9 +124,16 @@ class Path:
     def _at(self, x: float) -> list[Tensor]:
         if self._fused is None:
             return [m.at(x) for m in self.moved]
-        weights, _ = kernels.shift(self._fused, x, None)
+        weights, _ = kernels.shift(self._fused, x, None, self._memory())
         assert weights is not None
         return weights
+
+    def _memory(self) -> list[Tensor] | None:
+        """The same memory in every step, for one point at a time."""
+        if self._static is None:
+            return None
+        self._points.clear()
+        return self._static.like([m.p for m in self.moved])
 
     @contextmanager
     def weights(self, x: float | None) -> Iterator[None]:

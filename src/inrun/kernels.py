@@ -26,6 +26,7 @@ try:
 except ImportError:
     triton = None
 
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CHUNK = 4096  # numbers of a tensor per program
 _EXAMPLES = 64  # rows that fit a tile
 
@@ -33,12 +34,16 @@ _EXAMPLES = 64  # rows that fit a tile
 def usable(tensors: Sequence[Tensor]) -> bool:
     """Can the kernels work on these: on one GPU, dense, aligned, of a type they know?"""
     return triton is not None and all(
-        t.is_cuda
-        and t.is_contiguous()
-        and t.data_ptr() % 16 == 0
-        and t.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        t.is_cuda and t.is_contiguous() and t.data_ptr() % 16 == 0 and t.dtype in _TYPES
         for t in tensors
     )
+
+
+def usable_rows(grads: Tensor) -> bool:
+    """The same for per-example gradients [B, *W], which may have gaps between examples."""
+    if triton is None or not grads.is_cuda or grads.dtype not in _TYPES:
+        return False
+    return grads.data_ptr() % 16 == 0 and (grads.is_contiguous() or grads[0].is_contiguous())
 
 
 @dataclass(frozen=True)
@@ -53,14 +58,18 @@ class AdamStep:
 
 
 def shift(
-    steps: Sequence[AdamStep], x: float | None, kind: str | None
+    steps: Sequence[AdamStep],
+    x: float | None,
+    kind: str | None,
+    into: list[Tensor] | None = None,
 ) -> tuple[list[Tensor] | None, list[Tensor] | None]:
-    """The weights at ``x`` on the path (None: not wanted) and the factor of ``kind``."""
+    """The weights at ``x`` on the path (None: not wanted), perhaps ``into`` tensors that are there
+    already, and the factor of ``kind``."""
     device = steps[0].p.device
-    weights = None if x is None else [torch.empty_like(s.p) for s in steps]
-    factors = None
-    if kind is not None:
-        factors = [torch.empty_like(s.p, dtype=torch.float32) for s in steps]
+    weights = None
+    if x is not None:
+        weights = into or alike([s.p for s in steps], steps[0].p.dtype)
+    factors = None if kind is None else alike([s.p for s in steps], torch.float32)
     columns = [[s.p for s in steps], [s.g for s in steps], [s.m for s in steps]]
     columns += [[s.v for s in steps], weights or [], factors or []]
     tensors, starts = _chunks(tuple(s.p.numel() for s in steps), device)
@@ -86,17 +95,26 @@ def contract(
     """
     B, Q, device = len(rows[0]), len(v[0]), rows[0].device
     sizes = tuple(x.numel() // Q for x in v)
+    strides = _sizes(tuple(r.stride(0) for r in rows), device)
     tensors, starts = _chunks(sizes, device)
     partial = torch.empty((len(tensors), Q, B + 1), dtype=torch.float32, device=device)
     columns = [list(rows), list(K or []), list(v), list(G or [])]
     BP = min(triton.next_power_of_2(B), _EXAMPLES)
     _contract[(len(tensors),)](
-        _addresses(columns, device), _sizes(sizes, device), tensors, starts, partial,
+        _addresses(columns, device), _sizes(sizes, device), strides, tensors, starts, partial,
         _type(rows[0]), _type(v[0]), _type(G[0]) if G else tl.float32,
         B=B, BP=BP, Q=Q, WITH_K=K is not None, WITH_G=G is not None,
         CHUNK=_CHUNK, BLOCK=max(_CHUNK // BP, 64),
     )  # fmt: skip
     return partial.sum(0, dtype=torch.float64)
+
+
+def alike(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """New tensors of these shapes, in one piece of memory."""
+    sizes = [-(-t.numel() // 8) * 8 for t in tensors]  # each aligned
+    flat = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device)
+    parts = zip(flat.split(sizes), tensors, strict=True)
+    return [part[: t.numel()].view(t.shape) for part, t in parts]
 
 
 def _addresses(columns: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
@@ -203,7 +221,7 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _contract(  # type: ignore[no-untyped-def]
-        table, sizes, tensors, starts, partial,
+        table, sizes, strides, tensors, starts, partial,
         R: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
         B: tl.constexpr, BP: tl.constexpr, Q: tl.constexpr, WITH_K: tl.constexpr,
         WITH_G: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
@@ -212,6 +230,7 @@ if triton is not None:
         t = tl.load(tensors + pid)
         start = tl.load(starts + pid)
         n = tl.load(sizes + t)
+        stride = tl.load(strides + t)
         rows = _at(table, t, 0, 4, R)
         factor = _at(table, t, 1, 4, tl.float32)
         direction = _at(table, t, 2, 4, V)
@@ -227,7 +246,7 @@ if triton is not None:
                     u = tl.load(direction + q * n + at, mask=inside, other=0.0).to(tl.float32)
                     if WITH_K:
                         u *= tl.load(factor + at, mask=inside, other=0.0)
-                    where = b[:, None].to(tl.int64) * n + at[None, :]
+                    where = b[:, None].to(tl.int64) * stride + at[None, :]
                     mask = (b[:, None] < B) & inside[None, :]
                     g = tl.load(rows + where, mask=mask, other=0.0).to(tl.float32)
                     total += tl.sum(g * u[None, :], axis=1)

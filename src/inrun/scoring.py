@@ -22,7 +22,7 @@ from inrun import reference
 from inrun.check import EXACT_UP_TO, Check
 from inrun.clipping import Accumulated, Clipping, ClippingWatch
 from inrun.contraction import Direction, cancelling, components, contract
-from inrun.direction import POINTS, Estimator, Moved, Path
+from inrun.direction import POINTS, Estimator, Moved, Path, Static
 from inrun.errors import CaptureError
 from inrun.ledger import Audit
 from inrun.nodes import pull_back
@@ -60,6 +60,7 @@ class Scorer:
         self.targets = [t.name for t in validator.targets]
         self.accumulated = Accumulated()
         self._clipping = ClippingWatch(max_norm)
+        self._static = Static() if validator.graphs else None
         self._verified = False
 
     def score(
@@ -83,7 +84,7 @@ class Scorer:
         fixed = self._recognise(list(G.values()), received, changed)
         clipping, aligned = self._spread(fixed, G, micros)
 
-        path = Path(moved)
+        path = Path(moved, self._static)
         self.validator.autocast = micros[-1].autocast
         self.validator.draw()
         values = received[0].new_zeros(
@@ -91,7 +92,7 @@ class Scorer:
         )
         expected, losses = values.new_zeros(values.shape[:2]), values.new_zeros(values.shape[1])
         maps = self._maps(path, places, G, micros)
-        measured, parts = None, components(names, micros)
+        measured, parts = None, components(names, micros) if len(self.targets) > 1 else []
         with self.validator.evaluating():
             for group in self.validator.groups(mine, audit):
                 at = self._gradients(group, path, mine)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from inrun.compiled import recording_backend
 from inrun.errors import ValidationError
 from inrun.sweep import Gradients, Sweep, joined
 from inrun.targets import Batches, seeded
@@ -68,6 +69,7 @@ class Validator:
         self._reentrant = False
         self._buffers = Buffers(model)
         self._sweep = Sweep(model, batch_dim)
+        self.graphs = recording_backend(model)
         self._sizes: list[int] | None = None  # rows of each target, where they are joined
 
     def draw(self) -> None:
@@ -84,7 +86,7 @@ class Validator:
 
     def losses(self) -> list[float]:
         """ℓ of each target."""
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             return [float(self._loss_of(q)) for q in range(len(self.targets))]
 
     def _loss_of(self, q: int) -> Tensor:
@@ -207,6 +209,7 @@ class Validator:
                 warnings.catch_warnings(),
                 self._buffers.kept(),
                 seeded(0),
+                torch.compiler.set_stance("default", force_backend=self.graphs),
                 torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False),
             ):
                 # a reentrant checkpoint says so when a loss is measured without gradients

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from inrun.bench import machine
-from inrun.bench.measure import LOOKED_INTO, Row, Tick, measure, summary
+from inrun.bench.measure import LOOKED_INTO, Row, Tick, measurements, summary
 from inrun.bench.models import make_problem
 from inrun.bench.options import Options
 from inrun.bench.show import show
@@ -33,11 +33,7 @@ def run_bench(
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.touch()  # refuse now rather than after the measurements
-    problem = make_problem(
-        options.model, batch=options.batch, length=options.length, validation=options.validation,
-        targets=options.targets, vocab=options.vocab, dtype=options.dtype, device=options.device,
-        seed=options.seed,
-    )  # fmt: skip
+    problem = make_problem(options)
     result: dict[str, Any] = {
         "options": asdict(options),
         "parameters": sum(p.numel() for p in problem.model.parameters()),
@@ -49,7 +45,7 @@ def run_bench(
     }
     rows: list[Row] = []
     with _progress(options, console) as tick:
-        for row in measure(problem, options, tick):
+        for row in measurements(problem, options, tick):
             rows.append(row)
             plain = {r.mode: r for r in rows if r.variant == "plain"}
             result["rows"] = [summary(r, plain.get(r.mode), options.batch) for r in rows]
@@ -64,6 +60,8 @@ def _progress(options: Options, console: Console) -> Iterator[Tick]:
     """A bar over all steps of all variants, gone at the end."""
     each = options.warmup + options.steps + LOOKED_INTO
     columns = TextColumn("{task.description}"), BarColumn(bar_width=28), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task("", total=each * len(options.variants) * len(options.modes))
         yield lambda what: bar.update(task, description=what.ljust(22), advance=1)

@@ -15,4 +15,5 @@ if __name__ == "__main__":
     try:
         app()
     except (ValueError, OSError) as error:
-        sys.exit(f"inrun: {error}")
+        print(f"inrun: {error}", file=sys.stderr)
+        sys.exit(2)

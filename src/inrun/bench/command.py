@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-
-class Mode(str, Enum):
-    eager = "eager"
-    compile = "compile"
-    both = "both"
-
-
-class Dtype(str, Enum):
-    float32 = "float32"
-    bf16 = "bf16"
-    bf16_weights = "bf16-weights"
-    float64 = "float64"
-
-
-class OptimizerName(str, Enum):
-    adamw = "adamw"
-    sgd = "sgd"
-
-
-class Device(str, Enum):
-    cuda = "cuda"
-    cpu = "cpu"
+from inrun.bench import run_bench
+from inrun.bench.options import DTYPES, MODES, OPTIMIZERS, USUAL, Options
+from inrun.bench.trainers import VARIANTS
 
 
 def bench(
@@ -50,19 +30,25 @@ def bench(
     targets: Annotated[int, typer.Option(min=1, help="Validation targets.")] = 1,
     vocab: Annotated[int | None, typer.Option(min=2, help="Size of the vocabulary.")] = None,
     dtype: Annotated[
-        Dtype | None,
-        typer.Option(help="bf16 is autocast with float32 weights, usual on a GPU."),
+        str | None,
+        typer.Option(
+            metavar="|".join(DTYPES),
+            help="bf16 is autocast with float32 weights. bf16 on a GPU, float32 on a CPU.",
+        ),
     ] = None,
-    optimizer: Annotated[OptimizerName, typer.Option(help="Fused on a GPU.")] = OptimizerName.adamw,
+    optimizer: Annotated[
+        str, typer.Option(metavar="|".join(OPTIMIZERS), help="Fused on a GPU.")
+    ] = "adamw",
     mode: Annotated[
-        Mode | None, typer.Option(help="With torch.compile or not; both on a GPU, eager on a CPU.")
+        str | None,
+        typer.Option(
+            metavar="|".join(MODES),
+            help="With torch.compile or not. both on a GPU, eager on a CPU.",
+        ),
     ] = None,
     variants: Annotated[
         str | None,
-        typer.Option(
-            help="Some of plain, fast, bitwise, tangent, ghost, materialise, direct-loop, "
-            "direct-vmap, with commas between; all by default."
-        ),
+        typer.Option(metavar="A,B,C", help=f"Some of {', '.join(VARIANTS)}; all by default."),
     ] = None,
     warmup: Annotated[int, typer.Option(min=0, help="Steps before the timed ones.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of each variant.")] = 20,
@@ -70,7 +56,9 @@ def bench(
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare a step's values with float64.")
     ] = False,
-    device: Annotated[Device | None, typer.Option(help="A GPU where there is one.")] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="|".join(USUAL), help="A GPU where there is one.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of weights and data.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the numbers to this JSON file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
@@ -81,13 +69,10 @@ def bench(
     training. tangent: the paper's estimator. ghost, materialise: fast with that form forced.
     direct-loop, direct-vmap: the paper's Direct baseline, all per-example gradients at once.
     """
-    from inrun.bench import Options, run_bench
-
     options = Options.of(
         model=model, batch=batch, length=length, validation=validation, targets=targets,
-        vocab=vocab, dtype=dtype and dtype.value, optimizer=optimizer.value,
-        mode=mode and mode.value, variants=variants, warmup=warmup, steps=steps, rounds=rounds,
-        verify=verify, device=device and device.value, seed=seed,
+        vocab=vocab, dtype=dtype, optimizer=optimizer, mode=mode, variants=variants,
+        warmup=warmup, steps=steps, rounds=rounds, verify=verify, device=device, seed=seed,
     )  # fmt: skip
     result = run_bench(options, out, Console(stderr=as_json, highlight=False))
     if as_json:

@@ -14,6 +14,8 @@ SMALL: dict[str, dict[str, Any]] = {  # where the usual size is 7 billion parame
         "num_attention_heads": 8, "num_key_value_heads": 8,
     },
 }  # fmt: skip
+# random tokens have no special ones; a model that is trained has no cache
+PLAIN = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": False}
 
 
 def causal_model(name: str, length: int, vocab: int | None) -> tuple[nn.Module, int]:
@@ -30,7 +32,7 @@ def causal_model(name: str, length: int, vocab: int | None) -> tuple[nn.Module, 
     except ImportError:
         raise ValueError("hf: models need transformers: pip install 'inrun[hf]'") from None
     kind, *pairs = name.split(",")
-    overrides = dict(_pair(p) for p in pairs) | ({"vocab_size": vocab} if vocab else {})
+    overrides = PLAIN | dict(_pair(p) for p in pairs) | ({"vocab_size": vocab} if vocab else {})
     if Path(kind, "config.json").is_file():
         config = AutoConfig.from_pretrained(kind, local_files_only=True, **overrides)
     else:
@@ -46,9 +48,6 @@ def causal_model(name: str, length: int, vocab: int | None) -> tuple[nn.Module, 
     for key, value in config.to_dict().items():  # examples would differ in luck, copies too
         if "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)
-    config.use_cache = False
-    config.loss_type = "ForCausalLM"
-    config.bos_token_id = config.eos_token_id = config.pad_token_id = None  # the tokens are random
     longest = getattr(config, "max_position_embeddings", None) or length
     if length > longest:
         raise ValueError(f"--length {length}: hf:{kind} has {longest} positions")
@@ -58,6 +57,7 @@ def causal_model(name: str, length: int, vocab: int | None) -> tuple[nn.Module, 
         if "Unrecognized" not in str(error):
             raise
         raise ValueError(f"--model hf:{kind}: transformers has no causal model of it") from None
+    model.loss_type = "ForCausalLM"  # GPT-2's head has another name, and transformers wonders
     return model, config.vocab_size
 
 

@@ -115,7 +115,8 @@ class Trial:
             row.reserved_bytes = torch.cuda.max_memory_reserved()
         with stages.measured() as watch:
             for _ in range(LOOKED_INTO):
-                self._step()
+                with watch.span("whole step"):
+                    self._step()
         row.stages_ms = {k: ms / LOOKED_INTO for k, ms in watch.milliseconds().items()}
         row.message = self.trainer.remark()
         if self.options.verify and self.trainer.estimator is not None:
@@ -138,7 +139,7 @@ class Trial:
         self.tick(f"{self.row.mode}: {self.row.variant}")
 
 
-def measure(problem: Problem, options: Options, tick: Tick) -> Iterator[Row]:
+def measurements(problem: Problem, options: Options, tick: Tick) -> Iterator[Row]:
     """One row for each mode and variant.
 
     Eager variants on a CPU take turns, round by round: its speed drifts. Elsewhere one follows the

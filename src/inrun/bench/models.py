@@ -9,11 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from inrun.bench.options import Options
 
 Batch = dict[str, Tensor]
 SMALL_VOCABULARY = 256
@@ -38,7 +41,7 @@ class Problem:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast)
 
     @property
-    def B(self) -> int:
+    def examples(self) -> int:
         return len(self.batch["labels"])
 
     def double(self) -> Problem:
@@ -51,33 +54,25 @@ class Problem:
         return replace(self, batch=wide(self.batch), targets=targets, autocast=False)
 
 
-def make_problem(
-    model: str,
-    *,
-    batch: int,
-    length: int,
-    validation: int,
-    targets: int,
-    vocab: int | None,
-    dtype: str,
-    device: str,
-    seed: int,
-) -> Problem:
-    """The model, its training batch and ``targets`` validation batches of ``validation`` rows."""
-    wanted = {"float64": torch.float64, "bf16-weights": torch.bfloat16}.get(dtype, torch.float32)
+def make_problem(options: Options) -> Problem:
+    """The model, its training batch and the validation batches, one per target."""
+    dtypes = {"float64": torch.float64, "bf16-weights": torch.bfloat16}
+    dtype = dtypes.get(options.dtype, torch.float32)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        made, draw = _model(model, length, vocab)
+        torch.manual_seed(options.seed)
+        model, draw = _model(options.model, options.length, options.vocab)
 
         def rows(n: int) -> Batch:
-            batch = {k: x.to(device) for k, x in draw(n).items()}
-            return {k: x.to(wanted) if x.is_floating_point() else x for k, x in batch.items()}
+            batch = {k: x.to(options.device) for k, x in draw(n).items()}
+            return {k: x.to(dtype) if x.is_floating_point() else x for k, x in batch.items()}
 
-        # a name for each, also where there is one: the tables then have the same columns
         return Problem(
-            made.to(wanted).train(), rows(batch), {f"target{q}": rows(validation) for q in range(targets)},
-            torch.device(device), dtype == "bf16",
-        )  # fmt: skip
+            model=model.to(dtype).train(),
+            batch=rows(options.batch),
+            targets={f"target{q}": rows(options.validation) for q in range(options.targets)},
+            device=torch.device(options.device),
+            autocast=options.dtype == "bf16",
+        )
 
 
 def _model(name: str, length: int, vocab: int | None) -> tuple[nn.Module, Callable[[int], Batch]]:

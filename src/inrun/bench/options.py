@@ -12,7 +12,9 @@ from inrun.bench.trainers import VARIANTS
 DTYPES = ("float32", "bf16", "bf16-weights", "float64")
 OPTIMIZERS = ("adamw", "sgd")
 MODES = {"eager": ("eager",), "compile": ("compile",), "both": ("eager", "compile")}
-USUAL = {  # what is not asked for: the paper's setting on a GPU, something quick on a CPU
+USUAL: dict[
+    str, dict[str, Any]
+] = {  # what is not asked for: the paper's setting on a GPU, something quick on a CPU
     "cuda": {"model": "gpt2", "length": 1024, "dtype": "bf16", "mode": "both"},
     "cpu": {"model": "gpt-4x128", "length": 128, "dtype": "float32", "mode": "eager"},
 }

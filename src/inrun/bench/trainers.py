@@ -89,7 +89,7 @@ class Watched(Trainer):
         )  # fmt: skip
 
     def backward(self) -> None:
-        with self.run.batch(range(self.problem.B)):
+        with self.run.batch(range(self.problem.examples)):
             super().backward()
 
     def values(self) -> np.ndarray:
@@ -167,7 +167,7 @@ class DirectLoop(Direct):
     """One backward pass per example."""
 
     def gradients(self) -> list[Tensor]:
-        B = self.problem.B
+        B = self.problem.examples
         rows = [p.new_empty((B, *p.shape)) for p in self.params]
         for i in range(B):
             example = {k: x[i : i + 1] for k, x in self.problem.batch.items()}
@@ -191,7 +191,7 @@ class DirectVmap(Direct):
 
         with self.problem.precision():
             batch = {k: x.unsqueeze(0) for k, x in example.items()}
-            return self.problem.loss(model, batch) / self.problem.B
+            return self.problem.loss(model, batch) / self.problem.examples
 
     def gradients(self) -> list[Tensor]:
         params = {k: p.detach() for k, p in self.model.named_parameters()}

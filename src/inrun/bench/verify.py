@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import numpy as np
 
@@ -23,8 +24,9 @@ def verify(trainer: Trainer) -> dict[str, float | None]:
     """
     assert trainer.estimator is not None
     model = copy.deepcopy(trainer.model).double()
-    optimizer = type(trainer.optimizer)(model.parameters())
-    optimizer.load_state_dict(trainer.optimizer.state_dict())
+    kind: Any = type(trainer.optimizer)
+    optimizer = kind(model.parameters())
+    optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))  # steps are shared
     twin = Watched(trainer.problem.double(), model, optimizer, estimator=trainer.estimator)
     try:
         twin.step()

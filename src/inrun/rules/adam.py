@@ -113,11 +113,12 @@ def derivative(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
 
 def fused(g: Tensor, w: Tensor, s: State, o: Options) -> AdamStep | None:
     """For the kernel that computes the same for all parameters at once."""
-    if "exp_avg" not in s or o["amsgrad"] or o["maximize"] or isinstance(l2(w, g, o), Tensor):
+    in_tensor = (o.get("capturable") or o.get("differentiable")) and not o.get("fused")
+    unusual = in_tensor or o["amsgrad"] or o["maximize"] or isinstance(l2(w, g, o), Tensor)
+    if unusual or "exp_avg" not in s:
         return None
-    c = _scalars(g, s, o)
-    scalars = (c.beta1, c.beta2, c.eps, c.size, c.c2, decoupled_decay(o))
-    return AdamStep(w, g, s["exp_avg"], s["exp_avg_sq"], scalars)
+    numbers = (*o["betas"], o["eps"], learning_rate(o), s["step"], decoupled_decay(o))
+    return AdamStep(w, g, s["exp_avg"], s["exp_avg_sq"], numbers)
 
 
 _CLOSED = {
