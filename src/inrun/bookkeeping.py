@@ -94,10 +94,11 @@ def scored_parameters(
     return scored, others
 
 
-def trainable(model: nn.Module, optimizer: Optimizer) -> tuple[int, ...]:
+def trainable(modules: Sequence[nn.Module], optimizer: Optimizer) -> tuple[int, ...]:
     """Changes when a layer is frozen or unfrozen, or the optimizer gets more parameters."""
     held = sum(len(group["params"]) for group in optimizer.param_groups)
-    return (held, *(id(p) for p in model.parameters() if p.requires_grad))
+    params = [p for m in modules for p in m._parameters.values() if p is not None]
+    return (held, *(id(p) for p in params if p.requires_grad))
 
 
 def coverage_table(

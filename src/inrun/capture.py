@@ -22,7 +22,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,7 +91,7 @@ class Capture:
         check_memory: Callable[[int], None] = lambda new: None,
         on_first_gradient: Callable[[], None] = lambda: None,
     ) -> None:
-        self.model = model
+        self.model, self.modules = model, list(model.modules())
         self.watch(params)
         self.batch_dim, self.form, self.offload = batch_dim, form, offload
         self.fast, self.probe = fast, probe
@@ -113,8 +112,9 @@ class Capture:
 
     def watch(self, params: Mapping[str, Tensor]) -> None:
         """The parameters to score, from the next batch on."""
-        self.nodes = {p: Node.parameter(name, p) for name, p in params.items()}
+        self.nodes = {id(p): Node.parameter(name, p) for name, p in params.items()}
         self.watched = frozenset(params)
+        self._followed: dict[Any, Layout | None] = {}
 
     @contextmanager
     def batch(self, B: int) -> Iterator[MicroBatch]:
@@ -165,14 +165,18 @@ class Capture:
 
     @contextmanager
     def planning(self, note: Callable[..., Tensor]) -> Iterator[None]:
-        """Calls are followed, and ``note`` is called in the place of taps."""
+        """Calls are followed, and ``note`` is called in the place of taps.
+
+        A compiled graph rounds differently with taps in it than without, whatever they do, so there
+        is nothing to keep bit for bit and weight gradients are always sums.
+        """
         hooks = self._hooks or [_Nothing()]  # recomputation is not expected meanwhile
-        before = self.tap, self._mode.paused, self._hooks
-        self.tap, self._mode.paused, self._hooks = note, False, hooks
+        before = self.tap, self._mode.paused, self._hooks, self.fast
+        self.tap, self._mode.paused, self._hooks, self.fast = note, False, hooks, True
         try:
             yield
         finally:
-            self.tap, self._mode.paused, self._hooks = before
+            self.tap, self._mode.paused, self._hooks, self.fast = before
 
     def info(self, t: Tensor) -> Any:
         """A ``Node``, a ``Layout`` or one of the kinds above."""
@@ -215,15 +219,16 @@ class Capture:
     def _find(self, t: Tensor) -> Any:
         info = self._info.get(t)
         if info is None:
-            node = self.nodes.get(t) if isinstance(t, nn.Parameter) else None
-            info = self._info[t] = node or self._classify(t)
+            node = self.nodes.get(id(t))
+            mine = node is not None and node.param is t
+            info = self._info[t] = node if mine else self._classify(t)
         return info
 
     def _classify(self, t: Tensor) -> Layout | _Kind:
         """A tensor from outside: the batch's data, unless it belongs to the model."""
         assert self.live is not None
         if self._constants is None:
-            self._constants = own_tensors(self.model)
+            self._constants = own_tensors(self.modules)
         if id(t) in self._constants:
             return CONSTANT
         if getattr(self._reentered, "by", None):
@@ -252,8 +257,30 @@ class Capture:
             elif name in _COLLATED and self._collated(t, args, kwargs):
                 self._remember(t, Layout(self.batch_dim, guessed=True))
             else:
-                layout = follow(func, args, kwargs, t, self._layout, self.live.B)
-                self._remember(t, layout)
+                self._remember(t, self._follow(func, args, kwargs, t))
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Layout | None:
+        """Where the examples are in the output; the same calls come back at every step."""
+        assert self.live is not None
+        key: list[Any] = [func, self.live.B, out.shape]
+        for x in (*args, *kwargs, *kwargs.values()):
+            if isinstance(x, Tensor):
+                info = self._find(x)
+                key += (info if type(info) is Layout else None, x.shape)
+            elif isinstance(x, (list, tuple, dict)) and tensors_in(x):
+                return follow(func, args, kwargs, out, self._layout, self.live.B)
+            else:
+                key.append(tuple(x) if type(x) is list else x)
+        try:
+            return self._followed[tuple(key)]
+        except KeyError:
+            if len(self._followed) > 10_000:
+                self._followed.clear()
+            layout = follow(func, args, kwargs, out, self._layout, self.live.B)
+            self._followed[tuple(key)] = layout
+            return layout
+        except TypeError:  # a slice, say
+            return follow(func, args, kwargs, out, self._layout, self.live.B)
 
     def _only_converted(self, name: str, args: Any) -> bool:
         """``positions.type_as(x)``: a constant stays one."""
@@ -322,7 +349,7 @@ class Capture:
             return out
         if not isinstance(out, Tensor) or not has_pure_form(func):
             raise refusal(call, tensors_in(out), "it has no rule")
-        layout = follow(func, args, kwargs, out, self._layout, self.live.B)
+        layout = self._follow(func, args, kwargs, out)
         if layout is None:
             raise refusal(call, [out], "the examples cannot be told apart in its output")
         if saved_tensors_hooks():
@@ -330,7 +357,7 @@ class Capture:
         device = out.device.type
         on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         self.live.autocast = device, on, dtype
-        call = replace(call, layout=layout, autocast=self.live.autocast)
+        call = call.with_(layout=layout, autocast=self.live.autocast)
         records = rule.records if rule else replay
         tap = Tapped(records, self.live, detached, summed, self.receive)
         extras = [self.trigger] if self.probe else [leaves[i] for i in summed]
@@ -391,7 +418,7 @@ class Capture:
     # modules turn it on again; they are there only from the moment checkpointing is seen.
 
     def _expect_recomputation(self) -> None:
-        for module in () if self._hooks else self.model.modules():
+        for module in () if self._hooks else self.modules:
             self._hooks.append(module.register_forward_pre_hook(self._enter_module))
             leave = module.register_forward_hook(self._leave_module, always_call=True)
             self._hooks.append(leave)

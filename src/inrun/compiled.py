@@ -18,11 +18,11 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -82,6 +82,11 @@ class Meeting:
     raw: bool
     slots: tuple[Slot, ...]
 
+    @cached_property
+    def plain(self) -> bool:
+        """Per-example gradients and nothing else."""
+        return not self.raw and all(type(r) is Dense for _, r in self.records)
+
     def send(self, tap: Tapped, call: Call, delta: Tensor) -> list[Tensor]:
         """Inside the graph: gradients of what is summed, then of the slots."""
         pairs = tap.records(call, delta)
@@ -92,6 +97,8 @@ class Meeting:
 
     def arrived(self, tensors: Sequence[Tensor]) -> list[tuple[Node, Record]]:
         """Outside: the records again."""
+        if self.plain:
+            return [(r[0], Dense(t)) for r, t in zip(self.records, tensors, strict=True)]
         given = [t.to(s.dtype) for t, s in zip(tensors, self.slots, strict=True)]
         if self.raw:
             leaves = list(self.call.leaves)
@@ -124,27 +131,6 @@ def backend_of(model: Any) -> Any:
     return found if callable(found) else "inductor"
 
 
-def recording_backend(model: nn.Module) -> Callable[..., Any] | None:
-    """For the validation pass of a model that is compiled for a GPU by inductor: the same, recorded
-    as a CUDA graph. At one sequence the pass is bound by the launches of its small kernels.
-
-    None where the user's own choice stands.
-    """
-    inner = backend_of(model)
-    named = getattr(inner, "compiler_name", inner)
-    on_gpu = all(p.is_cuda for p in model.parameters())
-    if named != "inductor" or not on_gpu or not isinstance(model, OptimizedModule):
-        return None
-
-    def compile(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        from torch._inductor.compile_fx import compile_fx
-
-        made: Any = compile_fx(gm, list(inputs), config_patches={"triton.cudagraphs": True})
-        return made
-
-    return compile
-
-
 class Backend:
     """The backend that is in force while a batch is open."""
 
@@ -152,7 +138,10 @@ class Backend:
         self.capture, self.inner = capture, inner
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        return Graph(self.capture, fx.GraphModule(gm, copy.deepcopy(gm.graph)), self.compile).call
+        graph = Graph(self.capture, fx.GraphModule(gm, copy.deepcopy(gm.graph)), self.compile)
+        if getattr(self.inner, "compiler_name", self.inner) == "inductor":
+            graph.aside = torch._C.DisableTorchFunction  # cheaper; others may still run Python
+        return graph.call
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if callable(self.inner):
@@ -178,12 +167,13 @@ class Graph:
         self, capture: Capture, gm: fx.GraphModule, compile: Callable[..., Callable[..., Any]]
     ) -> None:
         self.capture, self.gm, self.compile = capture, gm, compile
+        self.aside: Callable[[], Any] = capture.paused  # the mode looks away
         self.variants: dict[Any, Variant] = {}
 
     def call(self, *inputs: Any) -> Any:
         if self.capture.live is None:
             return self.gm(*inputs)
-        with self.capture.paused():
+        with torch._C.DisableTorchFunction():
             key = self._key(inputs)
         if key not in self.variants:
             try:
@@ -194,7 +184,7 @@ class Graph:
             except UnplannableError as why:
                 self.capture.stay_eager(f"{why}")
                 return _Inline(self.gm).run(*inputs)
-        with self.capture.paused():
+        with self.aside():
             return self._run(self.variants[key], inputs)
 
     def _key(self, inputs: Sequence[Any]) -> Any:

@@ -42,7 +42,7 @@ def contract(
         for node, records in micro.nodes(u.keys()):
             for record in records:
                 record = record.to(some.device)
-                if isinstance(record, Dense) and node.name in u and _fits(record, u[node.name]):
+                if type(record) is Dense and node.param is not None and _fits(record, some):
                     dense.setdefault(record.grads.dtype, []).append((node.name, record.grads))
                 else:
                     total += _plain(node, record, u)
@@ -74,9 +74,9 @@ def _plain(node: Node, record: Record, u: Mapping[str, Direction]) -> Tensor:
     return torch.stack(parts)
 
 
-def _fits(record: Dense, d: Direction) -> bool:
+def _fits(record: Dense, v: Tensor) -> bool:
     """Can the kernel for all parameters take it? (v and K are ours, and in order.)"""
-    return kernels.usable_rows(record.grads) and d.v.dtype == torch.float32
+    return v.dtype == torch.float32 and kernels.usable_rows(record.grads)
 
 
 def _fused(

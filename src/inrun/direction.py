@@ -157,15 +157,21 @@ class Path:
                 m.p.data = data
 
 
-def _fused(moved: Sequence[Moved]) -> list[kernels.AdamStep] | None:
+def _fused(moved: Sequence[Moved]) -> kernels.AdamStep | None:
     """The step as the whole-model kernel takes it, where it can."""
     if not moved or not moved[0].p.is_cuda or moved[0].rule.fused is None:
         return None
-    steps = []
+    known: dict[int, int] = {}  # parameter groups
+    groups: list[Any] = []
     for m in moved:
-        step = m.rule.fused(m.g, m.p.detach(), m.state, m.options) if m.rule.fused else None
-        if step is None or not kernels.usable((step.p, step.g, step.m, step.v)):
-            return None
-        steps.append(step)
-    kinds = {(s.p.dtype, s.g.dtype, s.m.dtype, s.v.dtype, s.p.device) for s in steps}
-    return steps if len(kinds) == 1 else None
+        if id(m.options) not in known:
+            known[id(m.options)] = len(groups)
+            groups.append(moved[0].rule.fused(m.options))
+    if None in groups or any("exp_avg" not in m.state for m in moved):
+        return None
+    step = kernels.AdamStep(
+        [m.p for m in moved], [m.g for m in moved], [m.state["exp_avg"] for m in moved],
+        [m.state["exp_avg_sq"] for m in moved], [m.state["step"] for m in moved], groups,
+        tuple(known[id(m.options)] for m in moved),
+    )  # fmt: skip
+    return step if step.usable() else None

@@ -46,37 +46,44 @@ def usable_rows(grads: Tensor) -> bool:
     return grads.data_ptr() % 16 == 0 and (grads.is_contiguous() or grads[0].is_contiguous())
 
 
+Numbers = tuple[Any, Any, float, Any, Any]  # β₁, β₂, ε, η, decay of a parameter group
+
+
 @dataclass(frozen=True)
 class AdamStep:
-    """What one tensor's step needs besides its numbers: see rules/adam.py for the symbols."""
+    """A whole step of Adam: all its tensors, and numbers by parameter group (rules/adam.py)."""
 
-    p: Tensor
-    g: Tensor
-    m: Tensor
-    v: Tensor
-    numbers: tuple[Any, ...]  # β₁, β₂, ε, η, steps so far, decay: floats or 0-dim tensors
+    p: list[Tensor]
+    g: list[Tensor]
+    m: list[Tensor]
+    v: list[Tensor]
+    t: list[Any]  # steps so far: numbers or 0-dim tensors
+    groups: list[Numbers]
+    group: tuple[int, ...]  # of each tensor
+
+    def usable(self) -> bool:
+        kinds = [{t.dtype for t in column} for column in (self.p, self.g, self.m, self.v)]
+        one = all(len(kind) == 1 for kind in kinds) and kinds[2] == kinds[3]
+        return one and usable([*self.p, *self.g, *self.m, *self.v])
 
 
 def shift(
-    steps: Sequence[AdamStep],
-    x: float | None,
-    kind: str | None,
-    into: list[Tensor] | None = None,
+    step: AdamStep, x: float | None, kind: str | None, into: list[Tensor] | None = None
 ) -> tuple[list[Tensor] | None, list[Tensor] | None]:
     """The weights at ``x`` on the path (None: not wanted), perhaps ``into`` tensors that are there
     already, and the factor of ``kind``."""
-    device = steps[0].p.device
+    device = step.p[0].device
     weights = None
     if x is not None:
-        weights = into or alike([s.p for s in steps], steps[0].p.dtype)
-    factors = None if kind is None else alike([s.p for s in steps], torch.float32)
-    columns = [[s.p for s in steps], [s.g for s in steps], [s.m for s in steps]]
-    columns += [[s.v for s in steps], weights or [], factors or []]
-    tensors, starts = _chunks(tuple(s.p.numel() for s in steps), device)
-    scalars = _scalars(steps, 0.0 if x is None else x, device)
+        weights = into or alike(step.p, step.p[0].dtype)
+    factors = None if kind is None else alike(step.p, torch.float32)
+    columns = [step.p, step.g, step.m, step.v, weights or [], factors or []]
+    sizes = tuple(p.numel() for p in step.p)
+    tensors, starts = _chunks(sizes, device)
     _shift[(len(tensors),)](
-        _addresses(columns, device), _sizes(tuple(s.p.numel() for s in steps), device), scalars,
-        tensors, starts, _type(steps[0].p), _type(steps[0].g), _type(steps[0].m),
+        _addresses(columns, device), _sizes(sizes, device),
+        _scalars(step, 0.0 if x is None else x, device), tensors, starts,
+        _type(step.p[0]), _type(step.g[0]), _type(step.m[0]),
         POINT=x is not None, KIND={None: 0, "secant": 1, "tangent": 2}[kind],
         CHUNK=_CHUNK, BLOCK=1024,
     )  # fmt: skip
@@ -113,8 +120,8 @@ def alike(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """New tensors of these shapes, in one piece of memory."""
     sizes = [-(-t.numel() // 8) * 8 for t in tensors]  # each aligned
     flat = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device)
-    parts = zip(flat.split(sizes), tensors, strict=True)
-    return [part[: t.numel()].view(t.shape) for part, t in parts]
+    parts = zip(flat.split(sizes), sizes, tensors, strict=True)
+    return [(x if n == t.numel() else x[: t.numel()]).view(t.shape) for x, n, t in parts]
 
 
 def _addresses(columns: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
@@ -144,19 +151,24 @@ def _chunks(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tenso
     return tensors.to(torch.int32).to(device), starts.to(torch.int64).to(device)
 
 
-def _scalars(steps: Sequence[AdamStep], x: float, device: torch.device) -> Tensor:
+def _scalars(step: AdamStep, x: float, device: torch.device) -> Tensor:
     """[tensors, 7]: β₁, β₂, ε, η/c₁, c₂, decay, x in float64. What is on the device stays there."""
-    columns = []
-    for column in zip(*(s.numbers for s in steps), strict=True):
-        if any(isinstance(c, Tensor) and c.device.type != "cpu" for c in column):
-            one = [torch.as_tensor(c, device=device).reshape(()) for c in column]
-            columns.append(torch.stack(one).double())
-        else:
-            numbers = torch.tensor([float(c) for c in column], dtype=torch.float64)
-            columns.append(_upload(numbers, device))
-    beta1, beta2, eps, lr, t, decay = columns
-    size, c2 = lr / (1 - beta1 ** (t + 1)), 1 - beta2 ** (t + 1)
+    rows = [_on(numbers, device) for numbers in step.groups]
+    table = rows[0].expand(len(step.p), -1) if len(rows) == 1 else None
+    if table is None:
+        table = torch.stack(rows)[_sizes(step.group, device)]
+    beta1, beta2, eps, lr, decay = table.unbind(1)
+    t = _on(step.t, device) + 1
+    size, c2 = lr / (1 - beta1**t), 1 - beta2**t
     return torch.stack([beta1, beta2, eps, size, c2, decay, torch.full_like(t, x)], dim=1)
+
+
+def _on(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """Numbers, some perhaps on the device already, as one float64 tensor there."""
+    if any(isinstance(n, Tensor) and n.device.type != "cpu" for n in numbers):
+        parts = [torch.as_tensor(n, device=device) for n in numbers]
+        return torch.stack([p.reshape(()) for p in parts]).double()
+    return _upload(torch.tensor([float(n) for n in numbers], dtype=torch.float64), device)
 
 
 def _type(t: Tensor) -> Any:

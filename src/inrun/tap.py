@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,8 +49,10 @@ class MicroBatch:
             for node in self.records:
                 for root in node.roots:
                     self._by_root.setdefault(root, []).append(node)
+        if len(names) >= len(self._by_root):
+            return iter([(n, r) for n, r in self.records.items() if not n.roots.isdisjoint(names)])
         found = dict.fromkeys(n for k in names for n in self._by_root.get(k, ()))
-        return ((node, self.records[node]) for node in found)
+        return iter([(node, self.records[node]) for node in found])
 
     def energy(self) -> float:
         """Σ_i ‖g_i‖², up to a few per cent: see ``Record.energy``."""
@@ -106,7 +109,7 @@ class Tap(torch.autograd.Function):
         rest = tuple(None if i in where else x for i, x in enumerate(call.leaves))
         ctx.where = where
         ctx.dtypes = [x.dtype for x in extras]
-        ctx.tap, ctx.call = tap, replace(call, leaves=rest)
+        ctx.tap, ctx.call = tap, call.with_(leaves=rest)
         ctx.mark_dirty(out)
         return out
 
@@ -119,8 +122,8 @@ class Tap(torch.autograd.Function):
         leaves = list(call.leaves)
         for i, x in zip(ctx.where, ctx.saved_tensors, strict=True):
             leaves[i] = x.detach()
-        call = replace(call, leaves=tuple(leaves))
-        with torch._C.DisableTorchFunction(), torch.autocast(delta.device.type, enabled=False):
+        call = call.with_(leaves=tuple(leaves))
+        with torch._C.DisableTorchFunction(), no_autocast(delta.device.type):
             given = tap.receive(tap, call, delta)
         types = zip(given, ctx.dtypes, strict=True)
         return delta, None, None, *(None if g is None else g.to(t) for g, t in types)
@@ -140,11 +143,12 @@ class Known:
         self._entries[id(t)] = weakref.ref(t), info
 
 
-def own_tensors(model: nn.Module) -> set[int]:
+def own_tensors(modules: Iterable[nn.Module]) -> set[int]:
     """Parameters, buffers and tensors kept as plain attributes."""
-    own = {id(t) for t in (*model.buffers(), *model.parameters())}
-    for module in model.modules():
-        own |= {id(x) for x in vars(module).values() if isinstance(x, Tensor)}
+    own: set[int] = set()
+    for module in modules:
+        for held in (module._parameters, module._buffers, vars(module)):
+            own.update([id(x) for x in held.values() if isinstance(x, Tensor)])
     return own
 
 
@@ -162,10 +166,20 @@ def shape_of(x: Tensor) -> Tensor:
 
 def own(out: Tensor) -> Tensor:
     """The tap marks its input as written to; a node that saved its own output needs a copy."""
-    saves = out.grad_fn is not None and any(
-        name in ("_saved_result", "_saved_output", "_saved_out") for name in dir(type(out.grad_fn))
-    )
-    return out.clone() if saves or out._is_view() else out
+    kind = type(out.grad_fn)
+    if kind not in _SAVES_OUTPUT:
+        names = ("_saved_result", "_saved_output", "_saved_out")
+        _SAVES_OUTPUT[kind] = any(hasattr(kind, name) for name in names)
+    return out.clone() if _SAVES_OUTPUT[kind] or out._is_view() else out
+
+
+_SAVES_OUTPUT: dict[type, bool] = {}
+
+
+def no_autocast(device: str) -> Any:
+    """Off, if it is on."""
+    on = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
 def saved_tensors_hooks() -> bool:

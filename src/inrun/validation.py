@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from inrun.compiled import recording_backend
 from inrun.errors import ValidationError
+from inrun.recorded import Recorder
 from inrun.sweep import Gradients, Sweep, joined
 from inrun.targets import Batches, seeded
 
@@ -67,9 +67,10 @@ class Validator:
         self.autocast: tuple[str, bool, torch.dtype] | None = None
         self._batches: list[list[Any]] = []
         self._reentrant = False
-        self._buffers = Buffers(model)
+        self.modules = list(model.modules())
+        self._buffers = Buffers()
         self._sweep = Sweep(model, batch_dim)
-        self.graphs = recording_backend(model)
+        self._recorder = Recorder(self.loss)
         self._sizes: list[int] | None = None  # rows of each target, where they are joined
 
     def draw(self) -> None:
@@ -136,8 +137,17 @@ class Validator:
             total = torch.zeros((), dtype=torch.float64, device=params[0].device)
             grads: list[Tensor] = []
             with torch.enable_grad():
-                for weight, batch in self._parts(q):
-                    loss, new = self._differentiate(q, batch, weight * scale, params)
+                parts = list(self._parts(q))
+                for weight, batch in parts:
+
+                    def compute(b: Any, factor: float = weight * scale) -> Any:
+                        return self._differentiate(q, b, factor, params)
+
+                    if len(parts) == 1:
+                        how = (weight * scale, self.autocast)
+                        loss, new = self._recorder.run(compute, batch, params, self.modules, how)
+                    else:
+                        loss, new = compute(batch)
                     total = total + loss.double() * weight
                     grads = [a + b for a, b in zip(grads, new, strict=True)] if grads else new
             if scale == 1.0:
@@ -200,16 +210,15 @@ class Validator:
     def evaluating(self) -> Iterator[None]:
         """Around all passes of a step: evaluation mode, the training's autocast, a random state
         of their own."""
-        modes = [(m, m.training) for m in self.model.modules()]
+        modes = [(m, m.training) for m in self.modules]
         device, enabled, dtype = self.autocast or ("cpu", False, torch.bfloat16)
         try:
             for m, _ in modes:
                 m.training = False
             with (
                 warnings.catch_warnings(),
-                self._buffers.kept(),
+                self._buffers.kept(self.modules),
                 seeded(0),
-                torch.compiler.set_stance("default", force_backend=self.graphs),
                 torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False),
             ):
                 # a reentrant checkpoint says so when a loss is measured without gradients
@@ -234,15 +243,14 @@ class Buffers:
     written to.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self) -> None:
         self._written: set[tuple[int, str]] | None = None
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def kept(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         before = [
             (module, name, t, t._version, self._copy(module, name, t))
-            for module in self.model.modules()
+            for module in modules
             for name, t in module._buffers.items()
             if t is not None
         ]

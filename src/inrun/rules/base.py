@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.functional import jvp
 from torch.optim import Optimizer
 
-from inrun.kernels import AdamStep
+from inrun.kernels import Numbers
 
 State: TypeAlias = Mapping[str, Any]
 Options: TypeAlias = Mapping[str, Any]
@@ -77,8 +77,8 @@ class Rule:
         twin: a function equal to ``update`` up to its low-precision rounding, to differentiate
             instead of it (Muon computes in bfloat16).
         nodes: Gauss–Legendre nodes of the path integral.
-        fused: what the whole-model kernel for GPUs needs of a parameter, or None where it cannot
-            serve (kernels.py).
+        fused: what the whole-model kernel for GPUs needs of a parameter group, or None where it
+            cannot serve (kernels.py).
     """
 
     update: UpdateMap
@@ -88,7 +88,7 @@ class Rule:
     derivative: UpdateMap | None = None
     twin: UpdateMap | None = None
     nodes: int = 8
-    fused: Callable[[Tensor, Tensor, State, Options], AdamStep | None] | None = None
+    fused: Callable[[Options], Numbers | None] | None = None
 
     @torch.no_grad()
     def tangent(self, g: Tensor, w: Tensor, s: State, o: Options) -> LinearMap:
