@@ -43,11 +43,11 @@ from inrun.tap import (
     Tap,
     Tapped,
     composite,
-    own,
     own_tensors,
     put,
     saved_tensors_hooks,
     storage_key,
+    tapped,
 )
 
 
@@ -357,11 +357,11 @@ class Capture:
         device = out.device.type
         on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         self.live.autocast = device, on, dtype
-        call = call.with_(layout=layout, autocast=self.live.autocast)
+        call = call.with_(layout=layout, autocast=self.live.autocast, shape=out.shape)
         records = rule.records if rule else replay
         tap = Tapped(records, self.live, detached, summed, self.receive)
         extras = [self.trigger] if self.probe else [leaves[i] for i in summed]
-        out = self.tap(own(out), call, tap, *extras)
+        out = tapped(self.tap, out, call, tap, extras)
         self._remember(out, layout)
         return out
 
@@ -382,7 +382,10 @@ class Capture:
         layouts = tuple(x if type(x) is Layout else None for x in infos)
         saved = tuple(x.detach() if isinstance(x, Tensor) else x for x in leaves)
         assert self.live is not None
-        call = Call(put, spec, saved, nodes, layouts, layout or Layout(0), self.live.B, self.form)
+        call = Call(
+            put, spec, saved, nodes, layouts, layout or Layout(0), self.live.B, self.form,
+            target.shape,
+        )  # fmt: skip
         if layout is None or target._is_view():
             raise refusal(call, [target], "the examples cannot be told apart in the target")
         self.live.met = True

@@ -34,7 +34,7 @@ from inrun.meeting import operate, prepare
 from inrun.nodes import Node
 from inrun.ops import Call, Record
 from inrun.ops.records import Aligned, Dense, Lookup, Pair, wide_type
-from inrun.tap import MicroBatch, Tap, Tapped, composite, own
+from inrun.tap import MicroBatch, Tap, Tapped, composite, tapped
 
 if TYPE_CHECKING:
     from inrun.capture import Capture
@@ -275,12 +275,12 @@ class _Taps(TorchFunctionMode):
         call = prepare(
             func, leaves, spec, planned.nodes, planned.layouts, planned.B, planned.form
         )  # fmt: skip
-        call = replace(call, layout=planned.layout, autocast=planned.autocast)
+        call = call.with_(layout=planned.layout, autocast=planned.autocast, shape=planned.shape)
         summed = meeting.tap.summed
         out = operate(func, leaves, spec, meeting.tap.detached)
         slots = [next(self.slots) for _ in meeting.slots]
         tap = replace(meeting.tap, receive=meeting.send)
-        return Tap.apply(own(out), call, tap, *(leaves[i] for i in summed), *slots)
+        return tapped(Tap.apply, out, call, tap, [*(leaves[i] for i in summed), *slots])
 
 
 class Receive(torch.autograd.Function):
@@ -392,6 +392,7 @@ class _Planner(fx.Interpreter):
     def _note(self, out: Tensor, call: Call, tap: Tapped, *extras: Tensor) -> Tensor:
         """In the place of a tap."""
         assert self.node is not None
+        out = out.reshape(call.shape)
         device = out.device.type
         with torch._C.DisableTorchFunction(), torch.autocast(device, enabled=False):
             pairs = tap.records(call, torch.empty_like(out))

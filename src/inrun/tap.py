@@ -107,7 +107,7 @@ class Tap(torch.autograd.Function):
         where = [i for i, x in enumerate(call.layouts) if x is not None]
         ctx.save_for_backward(*(call.leaves[i] for i in where))
         rest = tuple(None if i in where else x for i, x in enumerate(call.leaves))
-        ctx.where = where
+        ctx.where, ctx.shape = where, out.shape
         ctx.dtypes = [x.dtype for x in extras]
         ctx.tap, ctx.call = tap, call.with_(leaves=rest)
         ctx.mark_dirty(out)
@@ -119,6 +119,8 @@ class Tap(torch.autograd.Function):
         if torch.is_grad_enabled():
             why = "its gradient is differentiated again (create_graph=True)"
             raise refusal(call, [delta], why)
+        if delta.shape != call.shape:
+            delta = delta.reshape(call.shape)
         leaves = list(call.leaves)
         for i, x in zip(ctx.where, ctx.saved_tensors, strict=True):
             leaves[i] = x.detach()
@@ -126,7 +128,12 @@ class Tap(torch.autograd.Function):
         with torch._C.DisableTorchFunction(), no_autocast(delta.device.type):
             given = tap.receive(tap, call, delta)
         types = zip(given, ctx.dtypes, strict=True)
-        return delta, None, None, *(None if g is None else g.to(t) for g, t in types)
+        return (
+            delta.reshape(ctx.shape),
+            None,
+            None,
+            *(None if g is None else g.to(t) for g, t in types),
+        )
 
 
 class Known:
@@ -164,13 +171,32 @@ def shape_of(x: Tensor) -> Tensor:
     return x.detach().new_zeros(()).expand(x.shape)
 
 
-def own(out: Tensor) -> Tensor:
-    """The tap marks its input as written to; a node that saved its own output needs a copy."""
+def tapped(
+    tap: Callable[..., Tensor], out: Tensor, call: Call, tapping: Tapped, extras: Sequence[Tensor]
+) -> Tensor:
+    """The output with a tap.
+
+    The tap marks its input as written to. A node that saved its own output needs a copy; what is
+    only another shape of a fresh tensor (``F.linear`` of a sequence) is tapped there.
+    """
+    base = out._base
+    if base is not None and _same_numbers(out, base) and not _saves_output(base):
+        return torch.ops.aten._unsafe_view(tap(base, call, tapping, *extras), out.shape)
+    fresh = base is None and not _saves_output(out)
+    return tap(out if fresh else out.clone(), call, tapping, *extras)
+
+
+def _same_numbers(out: Tensor, base: Tensor) -> bool:
+    whole = out.numel() == base.numel() and out.dtype == base.dtype
+    return whole and out.is_contiguous() and base.is_contiguous() and base.grad_fn is not None
+
+
+def _saves_output(out: Tensor) -> bool:
     kind = type(out.grad_fn)
     if kind not in _SAVES_OUTPUT:
         names = ("_saved_result", "_saved_output", "_saved_out")
         _SAVES_OUTPUT[kind] = any(hasattr(kind, name) for name in names)
-    return out.clone() if _SAVES_OUTPUT[kind] or out._is_view() else out
+    return _SAVES_OUTPUT[kind]
 
 
 _SAVES_OUTPUT: dict[type, bool] = {}

@@ -26,7 +26,7 @@ class Call:
     """``func(*args, **kwargs)`` with its arguments flattened into leaves.
 
     ``nodes`` marks the leaves that are parametric operands, ``layouts`` the batched ones;
-    ``layout`` is the output's.
+    ``layout`` and ``shape`` are the output's.
     """
 
     func: Callable[..., Any]
@@ -37,6 +37,7 @@ class Call:
     layout: Layout
     B: int
     form: Form = "auto"
+    shape: tuple[int, ...] = ()
     autocast: tuple[str, bool, torch.dtype] | None = None  # device, on or off, type
 
     def with_(self, **changed: Any) -> Call:
