@@ -5,7 +5,7 @@
 For a grid of shapes, what inrun adds to a step for one linear layer is measured in both forms and
 both kinds of training: the per-example gradients or not, the sum or the layer's own weight
 gradient, and the contraction with one direction. Each is the median over rounds in which the forms
-take turns; several equal layers share a measurement, as they share launches in a model. The loss of
+take turns (on a CPU one thread, by its own processor time); several equal layers share a measurement, as they share launches in a model. The loss of
 the model's choice is its time over that of the better form.
 
 ``--fit`` prints constants fitted to these measurements (least squares of relative errors), and how
@@ -148,13 +148,19 @@ def times(ways: Sequence[Callable[[], None]], device: str, seconds: float) -> li
         for i, (a, b) in enumerate(itertools.pairwise(events)):
             found[i % len(ways)].append(a.elapsed_time(b) / 1e3)
         return found
-    begun = time.perf_counter()
+    now, begun = clock(), time.perf_counter()
     while len(found[0]) < 5 or (time.perf_counter() - begun < seconds and len(found[0]) < 50):
         for way, mine in zip(ways, found, strict=True):
-            start = time.perf_counter()
+            start = now()
             way()
-            mine.append(time.perf_counter() - start)
+            mine.append(now() - start)
     return found
+
+
+def clock() -> Callable[[], float]:
+    """One thread is timed by what it computes, whoever else wants the core. Several threads wait for
+    each other, so only a quiet machine can time them."""
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def measure(layer: cost.Layer, seconds: float) -> dict[str, Any]:
@@ -313,6 +319,7 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true", help="print fitted constants")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, help="for all points together, about")
+    parser.add_argument("--threads", type=int, default=1, help="on a CPU")
     parser.add_argument("--points", type=int, help="a sample of so many points")
     parser.add_argument("--from", dest="given", type=Path, help="measured before")
     parser.add_argument("--note", help="about the machine, for the file")
@@ -337,6 +344,7 @@ def main() -> None:
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
+    torch.set_num_threads(args.threads)
     device = torch.device(args.device)
     layers = [x for dtype in DTYPES[device.type] for x in grid(device.type, dtype)]
     if args.points is not None:
@@ -352,6 +360,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
         "commit": machine.commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "note": args.note,
+        "clock": "device events" if device.type == "cuda" else clock().__name__,
         "seconds": round(time.perf_counter() - begun, 1),
         "points": points,
     }

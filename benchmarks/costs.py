@@ -33,7 +33,7 @@ SMALL = {"model": "gpt-4x128", "batch": 16, "length": 128}
 QUICK = {"warmup": 4, "steps": 12, "rounds": 1}
 
 GPU: dict[str, dict[str, Any]] = {
-    "gpt2-compile": GPT2 | {"mode": "compile", "variants": "plain,fast,bitwise,tangent"},
+    "gpt2-compile": GPT2 | {"mode": "compile", "variants": "plain,fast,bitwise"},
     "gpt2": GPT2 | {"mode": "eager", "variants": ALL},
     "hf-gpt2-compile": GPT2 | {"model": "hf:gpt2", "mode": "compile", "variants": PAIR},
     "targets-16": GPT2 | {"mode": "eager", "variants": PAIR, "targets": 16},
