@@ -5,11 +5,13 @@
 For a grid of shapes, what inrun adds to a step for one linear layer is measured in both forms and
 both kinds of training: the per-example gradients or not, the sum or the layer's own weight
 gradient, and the contraction with one direction. Each is the median over rounds in which the forms
-take turns (on a CPU one thread, by its own processor time); several equal layers share a measurement, as they share launches in a model. The loss of
-the model's choice is its time over that of the better form.
+take turns (on a CPU one thread, by its own processor time); several equal layers share a
+measurement, as they share launches in a model. The loss of the model's choice is its time over that
+of the better form.
 
 ``--fit`` prints constants fitted to these measurements (least squares of relative errors), and how
-well the model would choose with them. ``--from FILE.json`` takes measurements made before.
+well the model chooses with constants fitted to every other point where it is judged at the rest.
+``--from FILE.json`` takes measurements made before.
 """
 
 from __future__ import annotations
@@ -158,8 +160,8 @@ def times(ways: Sequence[Callable[[], None]], device: str, seconds: float) -> li
 
 
 def clock() -> Callable[[], float]:
-    """One thread is timed by what it computes, whoever else wants the core. Several threads wait for
-    each other, so only a quiet machine can time them."""
+    """One thread is timed by what it computes, whoever else wants the core. Several threads wait
+    for each other, so only a quiet machine can time them."""
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
@@ -301,17 +303,25 @@ def show(points: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def fit(points: Sequence[dict[str, Any]]) -> None:
+def fit(points: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Constants by type, and how well a model chooses at points that it was not fitted to."""
+    found = {}
     for dtype in dict.fromkeys(p["dtype"] for p in points):
         mine = [p for p in points if p["dtype"] == dtype]
-        rates = fitted(mine)
-        print(f"\nfitted, {dtype}: {rates}")
         device = mine[0]["device"]
         key = "cpu" if device == "cpu" else "cuda", device != "cpu" and dtype != "float32"
-        before, cost.RATES[key] = cost.RATES[key], rates
-        for name, x in summary([p | {"choices": judged(p)} for p in mine]).items():
-            print(f"  {name}: {json.dumps(x)}")
+        before, others = cost.RATES[key], []
+        for half in (0, 1):
+            cost.RATES[key] = fitted(mine[half::2])
+            others += [p | {"choices": judged(p)} for p in mine[1 - half :: 2]]
         cost.RATES[key] = before
+        rates = fitted(mine)
+        found[dtype] = {"rates": asdict(rates), "judged_elsewhere": summary(others)}
+        print(f"\nfitted, {dtype}: {rates}")
+        for name, x in summary(others).items():
+            print(f"  fitted to one half, judged at the other, {name}: "
+                  f"{x['within_10_percent']:.0%} within 10 %")  # fmt: skip
+    return found
 
 
 def main() -> None:
@@ -334,7 +344,7 @@ def main() -> None:
     data["summary"] = summary(data["points"])
     show(data["points"])
     if args.fit:
-        fit(data["points"])
+        data["fit"] = fit(data["points"])
     usual = ROOT / "benchmarks" / "results" / f"cost_model-{short_name(args.device)}.json"
     out = args.out or args.given or usual
     out.parent.mkdir(parents=True, exist_ok=True)

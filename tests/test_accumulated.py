@@ -1,0 +1,350 @@
+"""G, the gradient as the batch left it: changes that are seen, guessed, or make a step void.
+
+Every loop here runs twice: with inrun told nothing, and in the obvious way, where the change to the
+gradient is known because it is made inside the loss. A step is right or void, never wrong.
+"""
+
+import copy
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import inrun
+from inrun.clipping import Accumulated
+
+X = torch.randn(48, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+Y = torch.randint(0, 3, (48,), generator=torch.Generator().manual_seed(2))
+
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def deep():
+    """More parameters than the sample has, so that some are watched by their counters alone."""
+    layers = [m for _ in range(6) for m in (nn.Linear(7, 7), nn.Tanh())]
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), *layers, nn.Linear(7, 3))
+
+
+def trained(first, change, steps=8, zero=lambda o: o.zero_grad(), scale=lambda step: 1.0):
+    """``change(model, step)`` is what the loop does to the gradients before the step."""
+    model = copy.deepcopy(first)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with inrun.watch(
+            model, optimizer, validation=[(X[40:], Y[40:])], loss=loss, audit_every=1
+        ) as run:
+            for step in range(steps):
+                rows = torch.arange(5 * step % 40, 5 * step % 40 + 5)
+                with run.batch(rows):
+                    (loss(model, (X[rows], Y[rows])) * scale(step)).backward()
+                change(model, step)
+                optimizer.step()
+                zero(optimizer)
+    return run, [str(w.message) for w in said]
+
+
+def right_or_void(run, steps=8, rtol=0.1):
+    """Do the values add up to what the batch did? Returns the steps that have none."""
+    table = run.steps().set_index("step")
+    found = run.history().groupby("step")["value"].agg(["sum", lambda x: x.abs().sum()])
+    found.columns = ["sum", "size"]
+    for step in found.index:
+        residual = abs(table.loc[step, "residual"])
+        if step >= 2:  # the first two steps of Adam are nearly a sign
+            assert residual <= rtol * found.loc[step, "size"], (step, residual)
+    return sorted(set(range(steps)) - set(found.index))
+
+
+def nothing(model, step):
+    pass
+
+
+def test_nothing_is_void_where_nothing_happens():
+    run, said = trained(deep(), nothing)
+    assert right_or_void(run) == [] and not said
+
+
+def clipped_from(start, norm=0.05):
+    def change(model, step):
+        if step >= start:
+            nn.utils.clip_grad_norm_(model.parameters(), norm)
+
+    return change
+
+
+@pytest.mark.parametrize("start", [0, 1, 5])
+def test_clipping_by_norm_first_seen_late(start):
+    """Values with the clip told beforehand are those where it is found out."""
+    run, _ = trained(deep(), clipped_from(start))
+    assert right_or_void(run) == []
+
+
+def test_the_sum_of_a_late_clip_is_the_batch_share():
+    run, said = trained(deep(), clipped_from(5))
+    assert not said
+    table = run.steps().set_index("step")
+    assert table.loc[5:, "explained"].between(0.9, 1.1).all()
+
+
+def by_value(model, step):
+    if step >= 5:
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+
+def test_clipping_by_value_from_step_5_on():
+    """No single factor: the first such step cannot be undone from a sample of the gradient."""
+    run, _ = trained(deep(), by_value)
+    void = right_or_void(run, rtol=0.05)
+    assert set(void) <= {5}
+
+
+def exact(first, change, steps=8):
+    """The values of a run that keeps every gradient: a change is never the first."""
+
+    def always(model, step):
+        change(model, step)
+
+    model = copy.deepcopy(first)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with inrun.watch(
+        model, optimizer, validation=[(X[40:], Y[40:])], loss=loss, audit_every=0
+    ) as run:
+        for step in range(steps):
+            rows = torch.arange(5 * step % 40, 5 * step % 40 + 5)
+            run._scorer.accumulated.whole = True
+            with run.batch(rows):
+                loss(model, (X[rows], Y[rows])).backward()
+            run._scorer.accumulated.whole = True
+            always(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    return run.history()
+
+
+def negate_one(model, step):
+    if step == 5:
+        model[2].weight.grad.mul_(0.5)
+
+
+def halve_large(model, step):
+    """Only parameters outside the sample of small ones."""
+    if step == 5:
+        for p in model.parameters():
+            if p.ndim == 2:
+                p.grad.mul_(0.5)
+
+
+def halve_small(model, step):
+    if step == 5:
+        for p in model.parameters():
+            if p.ndim == 1:
+                p.grad.mul_(0.5)
+
+
+def replaced(model, step):
+    """A new tensor of the same numbers."""
+    for p in model.parameters():
+        p.grad = p.grad.clone()
+
+
+def replaced_and_halved(model, step):
+    if step >= 5:
+        for p in model.parameters():
+            p.grad = p.grad * 0.5
+
+
+def replaced_large_only(model, step):
+    if step == 5:
+        for p in model.parameters():
+            if p.ndim == 2:
+                p.grad = p.grad * 0.5
+
+
+def noise(model, step):
+    if step == 5:
+        torch.manual_seed(0)
+        for p in model.parameters():
+            p.grad.add_(0.01 * torch.randn_like(p))
+
+
+def zeroed_layer(model, step):
+    if step == 5:
+        model[4].weight.grad.zero_()
+
+
+def unscaled(model, step):
+    """As a GradScaler does it: version counters stay."""
+    if step >= 5:
+        for p in model.parameters():
+            p.grad.data.mul_(0.5)
+
+
+def unscaled_large_only(model, step):
+    if step == 5:
+        for p in model.parameters():
+            if p.ndim == 2:
+                p.grad.data.mul_(0.5)
+
+
+CHANGES = [by_value, negate_one, halve_large, halve_small, replaced, replaced_and_halved,
+           replaced_large_only, noise, zeroed_layer, unscaled]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_step_is_right_or_void(change, dtype, monkeypatch):
+    first = deep().to(dtype)
+    monkeypatch.setitem(globals(), "X", X.to(dtype))
+    rtol = 1e-6 if dtype == torch.float64 else 1e-2
+    run, _ = trained(first, change)
+    got, expected = run.history(), exact(first, change)
+    void = sorted(set(range(8)) - set(got["step"]))
+    assert set(void) <= {5}
+    expected = expected[~expected["step"].isin(void)]
+    for step, rows in got.groupby("step"):
+        value = expected.query("step == @step")["value"].to_numpy()
+        assert np.allclose(rows["value"], value, rtol=rtol, atol=rtol * np.abs(value).max()), step
+
+
+def test_unscaling_is_seen_though_counters_stay():
+    run, said = trained(deep(), unscaled)
+    assert set(range(8)) - set(run.history()["step"]) == {5}
+    assert len(said) == 1 and "step 5" in said[0] and "void" in said[0]
+
+
+def test_unscaling_with_a_loss_scale_from_the_start():
+    first = deep()
+
+    def unscale(model, step):
+        for p in model.parameters():
+            p.grad.data.mul_(1 / 1024)
+
+    run, said = trained(first, unscale, scale=lambda step: 1024.0)
+    plain, _ = trained(first, nothing)
+    assert not said
+    assert np.allclose(run.history()["value"], plain.history()["value"], rtol=1e-9)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_stay_where_they_are(to_none):
+    first = deep()
+    run, said = trained(first, nothing, zero=lambda o: o.zero_grad(set_to_none=to_none))
+    plain, _ = trained(first, nothing)
+    assert not said
+    assert np.allclose(run.history()["value"], plain.history()["value"], rtol=1e-9)
+
+
+def test_clipping_late_with_gradients_that_stay():
+    first = deep()
+    run, _ = trained(first, clipped_from(5), zero=lambda o: o.zero_grad(set_to_none=False))
+    plain, _ = trained(first, clipped_from(5))
+    assert np.allclose(run.history()["value"], plain.history()["value"], rtol=1e-9)
+
+
+def test_clipping_that_comes_and_goes():
+    def change(model, step):
+        if step in (2, 5):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+    first = deep()
+    run, _ = trained(first, change)
+    got, expected = run.history(), exact(first, change)
+    assert set(got["step"]) == set(expected["step"])
+    assert np.allclose(got["value"], expected["value"], rtol=1e-6, atol=1e-9)
+
+
+# The class itself
+
+
+def gradients(n=12, seed=0):
+    torch.manual_seed(seed)
+    params = {f"p{i}": nn.Parameter(torch.zeros(2 + i)) for i in range(n)}
+    for p in params.values():
+        p.grad = torch.randn_like(p)
+    return params
+
+
+def current(params):
+    return {k: p.grad for k, p in params.items()}
+
+
+def quiet():
+    """After a step in which nothing happened."""
+    kept, params = Accumulated(), gradients()
+    kept.note(params)
+    G, flag = kept.compare(current(params))
+    assert flag is None and not kept.whole
+    assert all(G[k] is p.grad for k, p in params.items())
+    return kept
+
+
+def test_copies_of_all_until_a_step_was_quiet():
+    kept, params = Accumulated(), gradients()
+    kept.note(params)
+    before = {k: p.grad.clone() for k, p in params.items()}
+    for p in params.values():
+        p.grad.clamp_(-0.3, 0.3)
+    G, flag = kept.compare(current(params))
+    assert flag is None and kept.whole
+    assert all(torch.equal(G[k], before[k]) for k in params)
+
+
+def test_a_quiet_step_gives_a_flag_that_is_down():
+    kept, params = quiet(), gradients(seed=1)
+    kept.note(params)
+    _, flag = kept.compare(current(params))
+    assert flag is not None and not bool(flag)
+
+
+def test_a_change_behind_the_counters_raises_the_flag():
+    kept, params = quiet(), gradients(seed=1)
+    kept.note(params)
+    for p in params.values():
+        p.grad.data.mul_(0.5)
+    _, flag = kept.compare(current(params))
+    assert flag is not None and bool(flag)
+
+
+def test_a_common_factor_is_taken_from_the_sample():
+    kept, params = quiet(), gradients(seed=1)
+    kept.note(params)
+    before = {k: p.grad.clone() for k, p in params.items()}
+    for p in params.values():
+        p.grad.mul_(0.25)
+    G, flag = kept.compare(current(params))
+    assert flag is None and kept.whole
+    assert all(torch.allclose(G[k], before[k], rtol=1e-12) for k in params)
+
+
+def test_a_parameter_that_was_not_noted():
+    kept, params = quiet(), gradients(seed=1)
+    late = params["p0"].grad
+    params["p0"].grad = None
+    kept.note(params)
+    params["p0"].grad = late
+    kept.compare(current(params))  # does not raise
+
+
+def test_a_gradient_that_is_gone():
+    kept, params = quiet(), gradients(seed=1)
+    kept.note(params)
+    params["p0"].grad = None
+    G, _ = kept.compare({k: p.grad for k, p in params.items() if p.grad is not None})
+    assert "p0" not in G
+
+
+def test_a_gradient_of_zeros_that_is_scaled():
+    kept, params = quiet(), gradients(seed=1)
+    for p in params.values():
+        p.grad.zero_()
+    kept.note(params)
+    for p in params.values():
+        p.grad.mul_(0.5)
+    G, flag = kept.compare(current(params))
+    assert all(not g.any() for g in G.values()) and not (flag is not None and bool(flag))

@@ -1,0 +1,200 @@
+"""The whole-model kernels against the plain formulas, in Triton's interpreter: no GPU is needed.
+
+The interpreter must be chosen before Triton is imported, so the comparisons run in a process of
+their own (this file as a script) and their errors are asserted here.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton")
+
+SHAPES = [(3,), (4097,), (17, 31), (1,), (64, 129), (8,)]  # odd sizes, one over a chunk
+GROUPS = [
+    {"lr": 1e-2, "weight_decay": 0.1},
+    {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-4},
+    {"lr": torch.tensor(1e-3, dtype=torch.float64), "weight_decay": 0.0},
+]
+SHIFTS = {
+    f"{name}-{kind}-{x}": (dtypes, kind, x)
+    for name, dtypes in {
+        "single": (torch.float32, torch.float32),
+        "half-gradients": (torch.float32, torch.bfloat16),
+        "half": (torch.bfloat16, torch.bfloat16),
+    }.items()
+    for kind, x in (("secant", 0.5), ("tangent", None), (None, 0.2113), ("secant", None), (None, 1))
+}
+CONTRACTS = {
+    "-".join(map(str, case)): case
+    for case in [
+        (1, 1, "float32", "dense"),
+        (1, 2, "float32", "dense"),
+        (2, 1, "float32", "gaps"),
+        (7, 1, "bfloat16", "dense"),
+        (7, 3, "bfloat16", "gaps"),
+        (7, 17, "float32", "gaps"),
+        (16, 16, "float32", "dense"),
+        (17, 2, "float16", "dense"),
+        (64, 1, "float32", "dense"),
+        (65, 1, "float32", "gaps"),
+        (65, 17, "float32", "dense"),
+        (70, 1, "bfloat16", "gaps"),
+        (70, 5, "bfloat16", "dense"),
+    ]
+}
+PLAIN = {
+    f"{b}-{q}-{k}-{g}": (b, q, k, g) for b, q in ((5, 1), (5, 3)) for k in (0, 1) for g in (0, 1)
+}
+
+
+def shifted(dtypes, kind, x):
+    """The largest relative errors of weights and factors."""
+    from inrun import kernels
+    from inrun.direction import Moved
+    from inrun.rules import rule_for
+
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(s).to(dtypes[0])) for s in SHAPES]
+    groups = [{"params": params[i::3], **g} for i, g in enumerate(GROUPS)]
+    optimizer = torch.optim.AdamW(groups, foreach=False)
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    rule, moved, exact = rule_for(optimizer), [], []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            state = optimizer.state[p]
+            state["exp_avg_sq"].view(-1)[0] = 0.0  # never touched before
+            state["exp_avg"].view(-1)[0] = 0.0
+            g = torch.randn(p.shape).to(dtypes[1])
+            g.view(-1)[0] = 0.0
+            moved.append((p, g, state, group))
+            wide = {k: v.double() if k != "step" else v for k, v in state.items()}
+            exact.append(Moved.of(p.detach().double(), g.double(), rule, wide, group))
+    known = {id(g): i for i, g in enumerate(optimizer.param_groups)}
+    step = kernels.AdamStep(
+        [p.detach() for p, *_ in moved], [g for _, g, *_ in moved],
+        [s["exp_avg"] for *_, s, _ in moved], [s["exp_avg_sq"] for *_, s, _ in moved],
+        [s["step"] for *_, s, _ in moved], [rule.fused(g) for g in optimizer.param_groups],
+        tuple(known[id(g)] for *_, g in moved),
+    )  # fmt: skip
+    before = [t.clone() for t in (*step.p, *step.g, *step.m, *step.v)]
+    weights, factors = kernels.shift(step, x, kind)
+    same = all(
+        torch.equal(a, b) for a, b in zip(before, (*step.p, *step.g, *step.m, *step.v), strict=True)
+    )
+    errors = {"untouched": 0.0 if same else 1.0, "weights": 0.0, "factors": 0.0}
+    if (weights is None) != (x is None) or (factors is None) != (kind is None):
+        errors["untouched"] = 2.0
+    for i, e in enumerate(exact):
+        if weights is not None:
+            errors["weights"] = max(errors["weights"], _error(weights[i], e.at(x)))
+        if factors is not None:
+            own = e.map(kind)(torch.ones_like(e.g))
+            errors["factors"] = max(errors["factors"], _error(factors[i], own))
+    return errors
+
+
+def contracted(B, Q, dtype, layout, with_K=1, with_G=1):
+    from inrun import kernels
+
+    torch.manual_seed(0)
+    rows = []
+    for shape in SHAPES:
+        g = torch.randn(B, *shape).to(getattr(torch, dtype))
+        if layout == "gaps":  # room after each example, as where it was cut out of something
+            n = -(-g[0].numel() // 8) * 8 + 8
+            room = torch.full((B, n), float("nan"), dtype=g.dtype)
+            room[:, : g[0].numel()] = g.reshape(B, -1)
+            g = room.as_strided(g.shape, (n, *g[0].stride()))
+        rows.append(g)
+    K = [torch.randn(s) for s in SHAPES] if with_K else None
+    v = [torch.randn(Q, *s) for s in SHAPES]
+    G = [r.float().sum(0) for r in rows] if with_G else None
+    found = kernels.contract(rows, K, v, G)
+    expected = torch.zeros(Q, B + 1, dtype=torch.float64)
+    size = torch.zeros(Q, B + 1, dtype=torch.float64)
+    for i, r in enumerate(rows):
+        u = v[i].double() * (K[i].double() if K else 1.0)
+        u, g = u.reshape(Q, -1), r.double().reshape(B, -1)
+        own = G[i].double().reshape(1, -1) if G else torch.zeros(1, g.shape[1])
+        both = torch.cat([g, own])
+        expected += u @ both.T
+        size += u.square() @ both.square().T
+    if found.shape != expected.shape:
+        return {"shape": 1.0}
+    columns = slice(None) if with_G else slice(0, B)
+    error = (found - expected).abs()[:, columns] / (size.sqrt() + 1e-12)[:, columns]
+    return {"values": float(error.nan_to_num(nan=1e9).max())}
+
+
+def _error(got, expected):
+    got = got.double()
+    scale = expected.abs().max()
+    each = (got - expected).abs() / (expected.abs() + 1e-3 * scale)
+    return float(each.nan_to_num(nan=1e9).max())
+
+
+def main():
+    from inrun import kernels
+
+    found = {}
+    for name, case in SHIFTS.items():
+        found[f"shift {name}"] = shifted(*case)
+    for name, case in CONTRACTS.items():
+        found[f"contract {name}"] = contracted(*case)
+    for name, (B, Q, K, G) in PLAIN.items():
+        found[f"plain {name}"] = contracted(B, Q, "float32", "dense", K, G)
+    tensors = [torch.zeros(s) for s in SHAPES]
+    places = kernels.alike(tensors, torch.bfloat16)
+    fits = all(a.shape == b.shape and a.data_ptr() % 16 == places[0].data_ptr() % 16
+               for a, b in zip(places, tensors, strict=True))  # fmt: skip
+    found["alike"] = {"shapes": float(not fits)}
+    print(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def errors():
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__))], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", SHIFTS)
+def test_shift(errors, name):
+    found = errors[f"shift {name}"]
+    assert found["untouched"] == 0.0
+    # bfloat16 weights are rounded when they are written, and so is Adam's state
+    assert found["weights"] < (
+        1e-2 if name.startswith("half-") and "gradients" not in name else 1e-5
+    )
+    assert found["factors"] < 1e-4
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_contract(errors, name):
+    half = "float16" in name or "bfloat16" in name
+    assert errors[f"contract {name}"]["values"] < (1e-2 if half else 1e-5)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_contract_without_factors_or_gradients(errors, name):
+    assert errors[f"plain {name}"]["values"] < 1e-5
+
+
+def test_memory_in_one_piece(errors):
+    assert errors["alike"]["shapes"] == 0.0
+
+
+if __name__ == "__main__":
+    main()

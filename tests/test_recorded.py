@@ -1,0 +1,281 @@
+"""What a recorded validation pass depends on, and that a replay is the pass."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import inrun
+from inrun.recorded import attributes, referred
+
+WEIGHT = 2.0
+TABLE = torch.ones(3)
+SETTINGS = {"weight": 1.0}
+
+
+def plain(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+def test_a_loss_that_refers_to_nothing_but_modules_and_functions():
+    read = referred(plain)
+    assert read is not None and read() == ()
+
+
+def test_a_number_in_the_closure_is_read_again():
+    weight = 1.0
+
+    def loss(model, batch):
+        return weight * plain(model, batch)
+
+    read = referred(loss)
+    before = read()
+    weight = 2.0
+    assert 1.0 in before and 2.0 in read() and before != read()
+
+
+def test_a_global_number_is_read_again(monkeypatch):
+    def loss(model, batch):
+        return WEIGHT * plain(model, batch)
+
+    read = referred(loss)
+    before = read()
+    monkeypatch.setitem(globals(), "WEIGHT", 3.0)
+    assert before == (2.0,) and read() == (3.0,)
+
+
+def test_a_plain_value_that_becomes_a_tensor_is_not_taken_for_the_same():
+    """Its numbers may change where it stands."""
+    weight = 1.0
+
+    def loss(model, batch):
+        return weight * plain(model, batch)
+
+    read = referred(loss)
+    first = read()
+    weight = torch.ones(1)
+    before = read()
+    weight.mul_(2)
+    after = read()
+    assert before is None or (hash(first) != hash(before) != hash(after))
+
+
+def with_closure(held):
+    def loss(model, batch):
+        return held and plain(model, batch)
+
+    return loss
+
+
+class Weighted:
+    weight = 1.0
+
+    def loss(self, model, batch):
+        return self.weight * plain(model, batch)
+
+    def __call__(self, model, batch):
+        return self.loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    "held", [torch.ones(2), [1.0], {"a": 1}, Weighted(), (1, 2), {1}, torch.optim.SGD], ids=repr
+)
+def test_what_is_held_in_a_closure(held):
+    """Things whose inside may change unseen are not followed; a class is as fixed as a module."""
+    assert (referred(with_closure(held)) is not None) == isinstance(held, type)
+
+
+def test_modules_and_functions_in_the_closure():
+    for held in (nn.Linear(2, 2), F.cross_entropy, torch.relu, F):
+        assert referred(with_closure(held)) is not None
+
+
+def test_global_tensors_and_dictionaries():
+    assert referred(lambda model, batch: plain(model, batch) * TABLE.sum()) is None
+    assert referred(lambda model, batch: plain(model, batch) * SETTINGS["weight"]) is None
+
+
+def test_defaults():
+    def loss(model, batch, weight=2.0, *, other=None):
+        return weight * plain(model, batch)
+
+    assert referred(loss)() == (2.0, None)
+
+    def held(model, batch, weights=[1.0]):  # noqa: B006
+        return weights[0] * plain(model, batch)
+
+    assert referred(held) is None
+
+
+def test_methods_partials_and_callable_objects():
+    assert referred(Weighted().loss) is None
+    assert referred(Weighted()) is None
+    assert referred(functools.partial(plain, batch=1)) is None
+    assert referred(nn.CrossEntropyLoss()) is None
+
+
+def test_an_inner_function_that_refers_to_something():
+    """The number is not in the loss's own names but in those of a function inside it."""
+
+    def loss(model, batch):
+        def scale(x):
+            return x * SETTINGS["weight"]
+
+        return scale(plain(model, batch))
+
+    assert referred(loss) is None
+
+
+def helper(x):
+    return x * SETTINGS["weight"]
+
+
+def test_a_function_that_the_loss_calls_and_that_refers_to_something():
+    """A function is fixed, what it refers to is not."""
+
+    def loss(model, batch):
+        return helper(plain(model, batch))
+
+    assert referred(loss) is None
+
+
+def test_a_class_whose_attribute_is_read():
+    """``Weighted.weight = 2`` is how many a script keeps its settings."""
+
+    def loss(model, batch):
+        return Weighted.weight * plain(model, batch)
+
+    read = referred(loss)
+    if read is not None:
+        before = read()
+        Weighted.weight = 5.0
+        try:
+            assert read() != before
+        finally:
+            Weighted.weight = 1.0
+
+
+def test_a_cell_that_is_still_empty():
+    def make():
+        def loss(model, batch):
+            return plain(model, batch) * late
+
+        read = referred(loss)
+        late = 1.0
+        return read, late
+
+    make()  # does not raise
+
+
+def test_attributes_of_modules():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.flag, self.mode, self.size = 1.0, False, "a", (1, 2)
+            self.inner = nn.Dropout(0.1)
+
+    model = Scaled()
+    modules = list(model.modules())
+    first = attributes(modules)
+    assert attributes(modules) == first
+    for owner, name, value in (
+        (model, "scale", 2.0),
+        (model, "flag", True),
+        (model, "mode", "b"),
+        (model.inner, "p", 0.5),
+        (model, "scale", None),
+    ):
+        before = getattr(owner, name)
+        setattr(owner, name, value)
+        assert attributes(modules) != first, name
+        setattr(owner, name, before)
+    assert attributes(modules) == first
+
+
+def test_attributes_that_change_places():
+    """1 and True, 0 and False, 1.0 are equal in Python but not to a model."""
+    a, b = nn.Identity(), nn.Identity()
+    a.x, b.x = 1, True
+    assert attributes([a]) != attributes([b])
+
+
+def test_two_attributes_swapped():
+    a = nn.Identity()
+    a.x, a.y = 1, 2
+    before = attributes([a])
+    a.x, a.y = 2, 1
+    assert attributes([a]) != before
+
+
+def test_settings_kept_in_a_container_of_a_module():
+    a = nn.Identity()
+    a.sizes = (1, 2)
+    before = attributes([a])
+    a.sizes = (1, 3)
+    assert attributes([a]) != before
+
+
+class Once:
+    """A batch counter: the loss is called in every step where nothing is recorded."""
+
+    calls = 0
+
+
+def test_on_a_cpu_every_pass_runs_the_loss():
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    X, Y = torch.randn(8, 4), torch.randint(0, 3, (8,))
+
+    def loss(m, batch):
+        Once.calls += 1
+        return plain(m, batch)
+
+    Once.calls = 0
+    with inrun.watch(
+        model, optimizer, validation=[(X[:3], Y[:3])], loss=loss, audit_every=0
+    ) as run:
+        for _ in range(6):
+            with run.batch(range(8)):
+                plain(model, (X, Y)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert Once.calls == 6 and len(run.steps()) == 6
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("change", ["nothing", "dropout", "number", "shape", "weights"])
+def test_a_replay_is_the_pass(change):
+    """The same run on a GPU, where passes are replayed, and on the CPU, where they are not."""
+    weight = 1.0
+
+    def loss(model, batch):
+        return weight * plain(model, batch)
+
+    histories = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        weight = 1.0
+        model = nn.Sequential(nn.Linear(4, 6), nn.Softplus(), nn.Linear(6, 3)).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        X, Y = torch.randn(8, 4).to(device), torch.randint(0, 3, (8,)).to(device)
+        batches = [(X[:3], Y[:3])]
+        if change == "shape":
+            batches.append((X[3:8], Y[3:8]))
+        with inrun.watch(model, optimizer, validation=batches, loss=loss, audit_every=0) as run:
+            for step in range(10):
+                if step == 6 and change == "number":
+                    weight = 2.0
+                if step == 6 and change == "dropout":
+                    model[1].beta = 3.0
+                if step == 6 and change == "weights":
+                    for p in model.parameters():
+                        p.data = p.data.clone() * 1.1
+                with run.batch(range(8)):
+                    plain(model, (X, Y)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        histories.append(torch.tensor(run.history()["value"].to_numpy()))
+    assert torch.allclose(*histories, rtol=1e-7)
