@@ -36,10 +36,7 @@ def rows(results: Results) -> list[dict[str, Any]]:
     """All probes without the values of single examples."""
     return [
         {k: r[k] for k in ("model", "seed", "lr", "step")}
-        | {
-            e: {m: round(r["estimators"][e][m], 7) for m in MEASURES}
-            for e in ESTIMATORS
-        }
+        | {e: {m: round(r["estimators"][e][m], 7) for m in MEASURES} for e in ESTIMATORS}
         for part in results.values()
         for r in part
     ]

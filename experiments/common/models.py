@@ -58,10 +58,8 @@ class Transformer(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         T = ids.shape[1]
         here = torch.arange(T, device=ids.device)
-        if self.head is None:
-            hidden = here[:, None] < here
-        else:
-            hidden = (ids == PAD)[:, None, None, :]
+        causal = self.head is None
+        hidden = here[:, None] < here if causal else (ids == PAD)[:, None, None, :]
         x = self.embed(ids) + self.position(here)
         for block in self.blocks:
             x = block(x, hidden)

@@ -86,9 +86,7 @@ def table(committed: dict[str, Any]) -> str:
     ]
     for size, data in committed.items():
         for c in data["summary"]["cells"]:
-            row = (
-                f"{shown(c[e]['R'])}<br>error {c[e]['error']['mean']:.1%}" for e in ESTIMATORS
-            )
+            row = (f"{shown(c[e]['R'])}<br>error {c[e]['error']['mean']:.1%}" for e in ESTIMATORS)
             lines.append(f"| {size} | {c['model']} | {c['stage']} | " + " | ".join(row) + " |")
     return "\n".join(lines)
 

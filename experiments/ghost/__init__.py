@@ -1,7 +1,7 @@
 """Figure 2c: do the two cheap forms give the scores of fully materialised gradients?
 
 At some steps of a training every example's whole gradient is formed by autograd, one row at a
-time, and multiplied by J_t∇ℓ with the paper's formula of J_t (Appendix A) written out. inrun's tangent
+time, and multiplied by J_t∇ℓ, the paper's formula of J_t (Appendix A) written out. inrun's tangent
 estimator gives the same scores from activations and errors ("ghost") or from the gradients of one
 layer at a time ("materialise").
 """
@@ -137,8 +137,7 @@ def summarise(results: Results) -> dict[str, Any]:
                 f"{form}, {truth}": {
                     "R": pearson(values[form], values[truth]),
                     "error": float(
-                        np.linalg.norm(values[form] - values[truth])
-                        / np.linalg.norm(values[truth])
+                        np.linalg.norm(values[form] - values[truth]) / np.linalg.norm(values[truth])
                     ),
                 }
                 for form in FORMS
