@@ -29,13 +29,8 @@ def parts(size: str) -> dict[str, Settings]:
         return {
             f"{m['model']}-seed{seed}": m | {"seed": seed} for m in (gpt, digits) for seed in (0, 1)
         }
-    large = gpt | {"length": 64, "width": 128, "layers": 4, "heads": 4, "examples": 2000}
     gpt2 = common | {"model": "gpt2-small", "length": 64, "examples": 2000, "epochs": 2, "lr": 3e-4}
-    return {
-        "gpt2-small-seed0": gpt2 | {"seed": 0},
-        "gpt-seed0": large | {"seed": 0},
-        "convnet-seed0": digits | {"seed": 0},
-    }
+    return {"gpt2-small-seed0": gpt2 | {"seed": 0}}
 
 
 def measure(settings: Settings, context: Context) -> dict[str, Any]:

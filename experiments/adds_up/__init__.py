@@ -36,10 +36,11 @@ def parts(size: str) -> dict[str, Settings]:
         common |= {"length": 12, "width": 8, "layers": 1, "validation": 4, "steps": 40}
         runs = {k: v for k, v in RUNS.items() if k in ("adamw-1e-3", "rmsprop-1e-3")}
     elif size == "smoke":
-        common |= {"steps": 300}
+        common |= {"steps": 200, "validation": 8}
     else:
-        common |= {"length": 64, "width": 128, "layers": 4, "heads": 4, "validation": 32}
-        common |= {"steps": 300, "batch": 16}
+        common |= {"length": 48, "width": 96, "layers": 3, "heads": 4, "validation": 32}
+        common |= {"steps": 120, "batch": 16}
+        del runs["sgd-momentum-5e-2"]
     return {k: common | {"optimizer": name, "lr": lr} for k, (name, lr) in runs.items()}
 
 

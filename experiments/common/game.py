@@ -73,10 +73,15 @@ def shapley(U: np.ndarray) -> np.ndarray:
     return phi
 
 
-def probe(task: Task, optimizer: Optimizer, ids: Tensor) -> dict[str, Any]:
-    """Take one step; return exact values and every estimator's, and how far apart they are."""
+def probe(task: Task, optimizer: Optimizer, ids: Tensor) -> dict[str, Any] | None:
+    """Take one step; return exact values and every estimator's, and how far apart they are.
+
+    None where the training has diverged.
+    """
     rows = row_gradients(task, ids)
     U = coalition_losses(task, optimizer, rows)
+    if not np.isfinite(U).all():
+        return None
     exact, share = -shapley(U), float(U[0] - U[-1])
     with inrun.watch(
         task.model, optimizer, validation=[task.validation], loss=task.loss,
@@ -120,7 +125,10 @@ def trajectory(
     for step in context.track(max(probes) + 1):
         ids = torch.randperm(task.examples, generator=order)[:batch].to(context.device)
         if step in probes:
-            yield step, probe(task, optimizer, ids)
+            found = probe(task, optimizer, ids)
+            if found is None:
+                return
+            yield step, found
             continue
         task.loss(task.model, task.batch(ids)).backward()
         optimizer.step()

@@ -7,6 +7,7 @@ scikit-learn's digits. With ``--data DIR`` language is ``enwik8/enwik8_clean.txt
 
 from __future__ import annotations
 
+import functools
 import lzma
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -107,6 +108,7 @@ def optimizer(name: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return made[name]()
 
 
+@functools.cache  # parts of one run read the same text
 def tokens(length: int, data: Path | None, gpt2: bool, rows: int) -> Tensor:
     """Rows of tokens of a running text: bytes, or GPT-2's tokens where they are at hand."""
     if data is None:
@@ -115,7 +117,7 @@ def tokens(length: int, data: Path | None, gpt2: bool, rows: int) -> Tensor:
         text = "".join(topics.values())
     else:
         with lzma.open(data / "enwik8" / "enwik8_clean.txt.xz", "rt", encoding="utf-8") as file:
-            text = file.read(max(2_000_000, 8 * length * rows))
+            text = file.read(max(500_000, 8 * length * rows))
     if gpt2 and data is not None:
         from transformers import GPT2TokenizerFast
 

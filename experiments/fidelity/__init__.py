@@ -20,7 +20,7 @@ MODELS: dict[str, Settings] = {
     "convnet": {"model": "convnet", "examples": 1000, "validation": 32},
 }
 SMALL = {"length": 12, "width": 8, "layers": 1, "heads": 2, "validation": 4}
-LARGE = {"length": 64, "width": 128, "layers": 4, "heads": 4, "validation": 32}
+LARGE = {"length": 48, "width": 96, "layers": 3, "heads": 4, "validation": 16}
 GPT2 = {"model": "gpt2-small", "examples": 2000, "validation": 4, "length": 64}
 
 
@@ -33,8 +33,8 @@ def parts(size: str) -> dict[str, Settings]:
         common |= {"probes": [0, 2, 5, 10, 20, 50, 100, 200]}
         seeds = 3
     else:
-        common |= {"probes": [0, 2, 5, 10, 20, 50, 100, 200]}
-        seeds = 4
+        common |= {"probes": [0, 5, 20, 100, 200]}
+        seeds = 3
     found = {
         f"{name}-seed{seed}": model | {"seed": seed} | common
         for name, model in MODELS.items()

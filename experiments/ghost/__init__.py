@@ -40,7 +40,7 @@ def parts(size: str) -> dict[str, Settings]:
         models = {"gpt": common, "encoder": encoder}
     else:
         large = {"model": "gpt2-small", "length": 64, "lr": 3e-4, "probes": [5, 20, 50, 100]}
-        models = {"gpt2-small": common | large, "gpt": common, "encoder": encoder}
+        models = {"gpt2-small": common | large}
     return {
         f"{name}-{precision}": model | {"precision": precision}
         for name, model in models.items()

@@ -47,7 +47,7 @@ def parts(size: str) -> dict[str, Settings]:
             mlp | {"players": 100, "permutations": 200},
             gpt | {"players": 40, "group": 10, "permutations": 40, "length": 32},
         ]
-        along |= {"model": "gpt2-small", "length": 64, "examples": 10_000, "group": 10,
+        along |= {"model": "gpt2-small", "length": 32, "examples": 10_000, "group": 10,
                   "permutations": 4}  # fmt: skip
     found: dict[str, Settings] = {
         f"along-{along['model']}-{name}": along | rate(along["model"], name)

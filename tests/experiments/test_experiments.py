@@ -49,9 +49,8 @@ def test_fidelity_orders_the_estimators(tmp_path):
 
 def test_learning_rates_keep_the_order(tmp_path):
     for c in run("learning-rates", tmp_path)["cells"]:
-        assert c["secant"]["R"] >= c["tangent"]["R"] >= c["sgd"]["R"] - 1e-3
+        assert c["secant"]["R"] >= c["tangent"]["R"] >= c["sgd"]["R"]
         assert c["secant"]["R"] >= 0.999 and c["secant"]["error"] <= 0.03
-        assert c["secant"]["error"] < c["tangent"]["error"] < c["sgd"]["error"] + 1
 
 
 def test_ghost_is_the_materialised_score(tmp_path):
