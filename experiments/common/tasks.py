@@ -56,9 +56,9 @@ def classify(model: nn.Module, batch: Batch) -> Tensor:
 def make(settings: dict[str, Any], context: Context, dtype: torch.dtype) -> Task:
     """The task of a part's settings.
 
-    ``model`` (gpt, gpt2-small, encoder, convnet, mlp), ``seed`` (of weights and of which examples
-    are for validation), ``examples`` and ``validation`` (how many), and for transformers
-    ``length``, ``width``, ``layers``, ``heads``.
+    ``model`` (gpt, gpt2-small, encoder, convnet, mlp), ``seed`` (of weights, and of which examples
+    are taken unless ``data_seed`` is given), ``examples`` and ``validation`` (how many), and for
+    transformers ``length``, ``width``, ``layers``, ``heads``.
     """
     kind, seed = settings["model"], settings.get("seed", 0)
     s = {"length": 32, "width": 32, "layers": 2, "heads": 2} | settings
@@ -85,7 +85,8 @@ def make(settings: dict[str, Any], context: Context, dtype: torch.dtype) -> Task
             f"{kind}: {wanted:,} examples are wanted and the data hold {len(data[0]):,}: pass "
             "--data DIR with a larger text (experiments/README.md says which)"
         )
-    order = torch.randperm(len(data[0]), generator=torch.Generator().manual_seed(seed))[:wanted]
+    chosen = torch.Generator().manual_seed(settings.get("data_seed", seed))
+    order = torch.randperm(len(data[0]), generator=chosen)[:wanted]
     rows = tuple(x[order].to(context.device) for x in data)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -11,7 +11,9 @@ Two protocols, both Monte Carlo over permutations of the training examples:
   utility is within ``tolerance`` of the whole set's.
 
 A correlation of two noisy estimates says nothing without a ceiling: each estimate is made twice,
-from independent permutations, and the two halves of the same optimizer are compared as well.
+from independent permutations, and the two halves of the same optimizer are compared as well. A
+third estimate has other initial weights and another order of batches, on the same examples: how
+much do values depend on such choices, beside the optimizer?
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ TWICE = (("half0", 0, 0), ("half1", 0, 1), ("other-seed", 1, 2))  # name, seed, 
 
 def parts(size: str) -> dict[str, Settings]:
     mlp: Settings = {"kind": "retrain", "model": "mlp", "players": 60, "group": 1, "steps": 40,
-                     "batch": 8, "permutations": 100, "validation": 200,
-                     "tolerance": 0.01}  # fmt: skip
-    gpt: Settings = mlp | {"model": "gpt", "players": 20, "group": 5, "permutations": 16,
-                           "validation": 16, "length": 24}  # fmt: skip
+                     "batch": 8, "permutations": 300, "validation": 200,
+                     "tolerance": 0.01, "data_seed": 0}  # fmt: skip
+    gpt: Settings = mlp | {"model": "gpt", "players": 16, "group": 5, "permutations": 48,
+                           "validation": 16, "length": 24, "steps": 30}  # fmt: skip
     along: Settings = {"kind": "along", "model": "gpt", "examples": 1000, "group": 5,
                        "permutations": 16, "validation": 16, "length": 24, "seed": 0}  # fmt: skip
     if size == "tiny":
@@ -44,8 +46,8 @@ def parts(size: str) -> dict[str, Settings]:
         games = [mlp, gpt]
     else:
         games = [
-            mlp | {"players": 100, "permutations": 200},
-            gpt | {"players": 40, "group": 10, "permutations": 40, "length": 32},
+            mlp | {"players": 100, "permutations": 400},
+            gpt | {"players": 40, "group": 10, "permutations": 100, "length": 32},
         ]
         along |= {"model": "gpt2-small", "length": 32, "examples": 10_000, "group": 10,
                   "permutations": 4}  # fmt: skip

@@ -174,3 +174,10 @@ def test_committed_results_are_whole_and_small(name):
         assert (experiment.folder / f"{size}.json").stat().st_size < 300_000
         for figure in experiment.figures:
             assert (ROOT / "docs" / "images" / figure).exists()
+
+
+def test_another_seed_is_another_model_on_the_same_examples():
+    settings = {"model": "mlp", "examples": 9, "validation": 3}
+    a, b = (tasks.make(settings | {"seed": s, "data_seed": 0}, CPU, torch.float64) for s in (0, 1))
+    assert torch.equal(a.train[0], b.train[0]) and torch.equal(a.validation[0], b.validation[0])
+    assert not torch.equal(a.model[1].weight, b.model[1].weight)
