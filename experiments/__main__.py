@@ -31,7 +31,12 @@ def main() -> None:
             continue
         if options.out is not None and len(options.names) != 1:
             parser.error("--out goes with one NAME")
-        reproduce(experiment, options.size, options.out, options.data, options.only, options.device)
+        try:
+            reproduce(
+                experiment, options.size, options.out, options.data, options.only, options.device
+            )
+        except ValueError as error:
+            parser.exit(2, f"{name}: {error}\n")
 
 
 if __name__ == "__main__":

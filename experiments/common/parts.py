@@ -100,7 +100,7 @@ def reproduce(
             if finished(out, name, settings) is None:
                 context = Context(where, data, tick)
                 start = time.perf_counter()
-                with single_dtype():
+                with own_precision():
                     result = experiment.measure(settings, context)
                 record = {
                     "part": name, "settings": settings, "result": result,
@@ -174,6 +174,7 @@ def environment(device: torch.device, data: Path | None) -> dict[str, Any]:
         found = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     except OSError:
         found = ""
+    found = found or os.environ.get("INRUN_COMMIT", "")  # a copy without its history
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
         "device": name, "cores": os.cpu_count(), "torch": torch.__version__,
@@ -192,13 +193,14 @@ def merged(environments: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @contextmanager
-def single_dtype() -> Iterator[None]:
+def own_precision() -> Iterator[None]:
     """Parts choose their own precision; whatever they set ends with them."""
-    before = torch.get_default_dtype()
+    before = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(before[0])
+        torch.set_float32_matmul_precision(before[1])
 
 
 Bars = tuple[Callable[[str], None], Callable[[int, int], None], Callable[[], None]]
