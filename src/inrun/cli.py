@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import math
+import sys
 from collections.abc import Callable
 from enum import Enum
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import numpy as np
 import pandas as pd
@@ -18,11 +20,13 @@ from rich.table import Table
 from rich.text import Text
 
 from inrun import __version__, metrics
+from inrun import open as open_run
 from inrun.bench.command import bench
 from inrun.examples import load_examples
 from inrun.ledger import LedgerError
-from inrun.report.facts import describe, facts_of
-from inrun.store import SavedRun, open_run
+
+if TYPE_CHECKING:
+    from inrun.store import SavedRun
 
 app = typer.Typer(
     name="inrun",
@@ -103,6 +107,8 @@ def info(run: RunPath, estimator: Estimator = None, as_json: Json = False) -> No
     explained = sum of values / batch share over the audited steps: 100 % means that the values add
     up to what the batches did. The momentum share is what momentum and decay did; nobody gets it.
     """
+    from inrun.report.facts import describe, facts_of
+
     saved = open_run(run)
     facts = facts_of(saved, estimator)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), title=Text(str(run)))
@@ -292,6 +298,63 @@ def demo(
 
 
 app.command()(plain_errors(bench))
+
+
+@app.command()
+@plain_errors
+def reproduce(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Which experiment; --list shows them.")
+    ] = None,
+    size: Annotated[
+        str, typer.Option(help="smoke: minutes on two cores; paper: one GPU; tiny: seconds.")
+    ] = "smoke",
+    data: Annotated[
+        Path | None,
+        typer.Option(envvar="INRUN_DATA", help="Folder of larger data; without it, none needed."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the parts; runs/reproduce/NAME-SIZE by default.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only parts whose names begin so; may be repeated.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="A GPU by default, where there is one.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--list", help="Show experiments, or the parts.")] = False,
+) -> None:
+    """Measure a claim of the paper again. Needs a checkout of the repository.
+
+    An experiment is a list of parts; finished parts are kept, and running again does only what is
+    missing. The summary is summary.json in the output folder.
+    """
+    experiments = _experiments()
+    if name is None and not show:
+        raise ValueError("which experiment? `inrun reproduce --list` shows them")
+    if name is None:
+        for each in experiments.EXPERIMENTS:
+            typer.echo(f"{each:22} {experiments.load(each).claim}")
+        return
+    experiment = experiments.load(name)
+    parts = import_module("experiments.common.parts")
+    if show:
+        typer.echo("\n".join(parts.select(experiment, size, only or ())))
+        return
+    parts.reproduce(experiment, size, out, data, only or (), device, typer.echo)
+
+
+def _experiments() -> Any:
+    """The folder experiments/ of the checkout that this package is in."""
+    root = Path(__file__).parents[2]
+    if not (root / "experiments" / "__init__.py").exists():
+        raise ValueError(
+            "the experiments are not part of the installed package: clone the repository and run "
+            "`pip install -e '.[experiments]'` in it"
+        )
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    return import_module("experiments")
 
 
 def _scores(saved: SavedRun, by: By, estimator: str | None) -> pd.DataFrame:
