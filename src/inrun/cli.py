@@ -290,6 +290,104 @@ def demo(
         typer.echo(json.dumps(_clean(result), ensure_ascii=False, indent=1))
 
 
+@app.command()
+@plain_errors
+def variants(
+    sources: Annotated[
+        Path, typer.Argument(help=".txt (one per line, id = line from 0) or .jsonl (id, text).")
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Grows by one line per source; resumes.")
+    ] = Path("variants.jsonl"),
+    model: Annotated[str | None, typer.Option(help="As the endpoint calls it.")] = None,
+    base_url: Annotated[
+        str | None,
+        typer.Option(envvar="OPENAI_BASE_URL", help="OpenAI-compatible endpoint; OpenAI if none."),
+    ] = None,
+    key_env: Annotated[
+        str, typer.Option(help="Environment variable that holds the key.")
+    ] = "OPENAI_API_KEY",
+    k: Annotated[int, typer.Option("-k", min=1, help="Variants per category.")] = 3,
+    sample: Annotated[
+        int | None, typer.Option(min=1, help="Only so many sources, drawn by --seed.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of every draw, and sent with the requests.")] = 0,
+    entities: Annotated[
+        str, typer.Option(help="auto (spaCy if installed), capitals, or a spaCy pipeline.")
+    ] = "auto",
+    window: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CATEGORY=LOW:HIGH", help="Jaccard overlap with the source."),
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Most requests per source, while too few variants pass.")
+    ] = 5,
+    workers: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 4,
+    timeout: Annotated[float, typer.Option(min=0.01, help="Seconds per request.")] = 120,
+    retries: Annotated[
+        int, typer.Option(min=0, help="After rate limits, timeouts and server errors.")
+    ] = 5,
+    request: Annotated[
+        str, typer.Option(metavar="JSON", help="More request fields; null leaves one out.")
+    ] = "{}",
+    cache: Annotated[
+        Path | None, typer.Option(help="Every reply; OUTPUT with .cache.jsonl by default.")
+    ] = None,
+    keep_short: Annotated[
+        bool, typer.Option("--keep-short", help="Write sources that lack variants, too.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="SOURCES holds variants: which pass the filter?")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Ask a language model for variants of your examples: the queries of the paper's Table 2.
+
+    For each source: a partial copy, paraphrases, substantial rewritings and sentences on a similar
+    topic, by the paper's prompts, kept if they pass its lexical filter. Safe to stop and to run
+    again: nothing is asked twice. Exit code 1: some sources are short or had no reply.
+    """
+    from inrun.variants import Endpoint, Settings, find_names, generate, read_sources, show
+    from inrun.variants import check as check_file
+    from inrun.variants.filters import draw, parse_windows
+
+    windows, names = parse_windows(window or ()), find_names(entities)
+    if check:
+        report = check_file(sources, names, windows, k)
+        _say(as_json, report, show.checked(report, sources))
+        raise typer.Exit(bool(report["dropped"] or report["short"]))
+    if model is None:
+        raise ValueError("--model is missing: the name of a model that the endpoint serves")
+    texts = read_sources(sources)
+    if sample is not None:
+        drawn = set(draw((repr(s.id) for s in texts), sample, seed))
+        texts = [s for s in texts if repr(s.id) in drawn]
+    settings = Settings(k, seed, windows, _object("--request", request))
+    endpoint = Endpoint(model, base_url, key_env, timeout, retries)
+    try:
+        with show.progress(model) as watch:
+            outcome = generate(
+                texts, output, endpoint, names, settings, cache=cache, rounds=rounds,
+                workers=workers, keep_short=keep_short, watch=watch,
+            )  # fmt: skip
+    except KeyboardInterrupt as stop:
+        typer.echo(f"inrun: stopped. {stop}", err=True)
+        raise typer.Exit(130) from None
+    facts = vars(outcome) | {"output": str(output), "names": names.label}
+    _say(as_json, facts, show.summary(outcome, output, k, names.label))
+    raise typer.Exit(bool(outcome.short or outcome.failed))
+
+
+def _object(option: str, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{option} {text}: write a JSON object, as '{{\"temperature\": 0.7}}'")
+    return found
+
+
 def _scores(saved: SavedRun, by: By, estimator: str | None) -> pd.DataFrame:
     """id and score, where higher is better: value, or minus harm."""
     if by is By.harm:
