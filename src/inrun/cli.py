@@ -347,45 +347,24 @@ def variants(
     topic, by the paper's prompts, kept if they pass its lexical filter. Safe to stop and to run
     again: nothing is asked twice. Exit code 1: some sources are short or had no reply.
     """
-    from inrun.variants import Endpoint, Settings, find_names, generate, read_sources, show
-    from inrun.variants import check as check_file
-    from inrun.variants.filters import draw, parse_windows
+    from inrun.variants import Endpoint, command
 
-    windows, names = parse_windows(window or ()), find_names(entities)
     if check:
-        report = check_file(sources, names, windows, k)
-        _say(as_json, report, show.checked(report, sources))
-        raise typer.Exit(bool(report["dropped"] or report["short"]))
-    if model is None:
-        raise ValueError("--model is missing: the name of a model that the endpoint serves")
-    texts = read_sources(sources)
-    if sample is not None:
-        drawn = set(draw((repr(s.id) for s in texts), sample, seed))
-        texts = [s for s in texts if repr(s.id) in drawn]
-    settings = Settings(k, seed, windows, _object("--request", request))
-    endpoint = Endpoint(model, base_url, key_env, timeout, retries)
-    try:
-        with show.progress(model) as watch:
-            outcome = generate(
-                texts, output, endpoint, names, settings, cache=cache, rounds=rounds,
-                workers=workers, keep_short=keep_short, watch=watch,
+        found = command.check_variants(sources, entities, window or (), k)
+    else:
+        if model is None:
+            raise ValueError("--model is missing: the name of a model that the endpoint serves")
+        try:
+            found = command.make_variants(
+                sources, output, Endpoint(model, base_url, key_env, timeout, retries),
+                k=k, seed=seed, sample=sample, entities=entities, window=window or (),
+                request=request, cache=cache, rounds=rounds, workers=workers, keep_short=keep_short,
             )  # fmt: skip
-    except KeyboardInterrupt as stop:
-        typer.echo(f"inrun: stopped. {stop}", err=True)
-        raise typer.Exit(130) from None
-    facts = vars(outcome) | {"output": str(output), "names": names.label}
-    _say(as_json, facts, show.summary(outcome, output, k, names.label))
-    raise typer.Exit(bool(outcome.short or outcome.failed))
-
-
-def _object(option: str, text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f"{option} {text}: write a JSON object, as '{{\"temperature\": 0.7}}'")
-    return found
+        except KeyboardInterrupt as stop:
+            typer.echo(f"inrun: stopped. {stop}", err=True)
+            raise typer.Exit(130) from None
+    _say(as_json, found.facts, found.shown)
+    raise typer.Exit(found.code)
 
 
 def _scores(saved: SavedRun, by: By, estimator: str | None) -> pd.DataFrame:

@@ -62,7 +62,7 @@ def test_what_is_short_or_had_no_reply(texts):
         text = " ".join(call(*ask, code=1).stdout.split())
         facts = json.loads(call(*ask, "--json", code=1).stdout)
     assert "complete 2 of 4 sources" in text
-    assert "short 1: lacks 3 similar_topic" in text
+    assert "short 1: lacks 3 × similar_topic" in text
     assert "no reply 0: 127.0.0.1 answered HTTP 400, too [bold]long[/bold]" in text
     assert "next run the same command again" in text
     assert facts["short"] == [{"id": 1, "lacks": {"similar_topic": 3}}]

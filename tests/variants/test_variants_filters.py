@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import re
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from inrun.variants import VariantsError, check, find_names
+from inrun.variants.files import read_rows
 from inrun.variants.filters import WINDOWS, Sifted, clean, draw, parse_windows, select, sift
 from inrun.variants.prompts import CATEGORIES, SYSTEM, USER, user_prompt
 from inrun.variants.tokens import (
@@ -150,7 +153,7 @@ def test_windows():
             parse_windows([text])
 
 
-def test_shared_variants_pass():
+def test_shared_variants_pass(tmp_path):
     file = DATA / "semantic" / "variants.jsonl"
     if not file.exists():
         pytest.skip(f"no {file}: set INRUN_DATA to the folder of shared data")
@@ -158,3 +161,9 @@ def test_shared_variants_pass():
     passed = {c: n["pass"] for c, n in report["categories"].items()}
     assert passed == dict(zip(CATEGORIES, (90, 270, 270, 270), strict=True)), report["dropped"]
     assert report["complete"] == report["sources"] == 90 and not report["dropped"]
+    rows = [row for _, row in read_rows(file)]
+    for row in rows:  # the filter does refuse: each category in the place of the next
+        row |= {b: row[a] for a, b in itertools.pairwise(CATEGORIES)}
+    (tmp_path / "moved.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    moved = check(tmp_path / "moved.jsonl", CAPITALS)["categories"]
+    assert moved["significant_paraphrase"]["pass"] == 0 and moved["paraphrase"]["pass"] < 45

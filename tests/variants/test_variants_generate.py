@@ -178,14 +178,14 @@ def test_a_source_without_reply_is_set_aside_and_asked_next_time(out):
     def answer(text, request):
         if down.get(text) == "429":
             raise Status(429, "quota", Retry_After_ms="1")
-        return slow(0.6, fine(text, request)) if text in down else fine(text, request)
+        return slow(1.5, fine(text, request)) if text in down else fine(text, request)
 
     with ChatServer(answer) as server:
-        outcome = go(server, out, timeout=0.3, retries=0, workers=1)
+        outcome = go(server, out, timeout=0.8, retries=0, workers=1)
         assert [r["id"] for r in rows(out)] == [0, 1, 3, 5]
         assert [x["why"] for x in outcome.failed] == [
             "127.0.0.1 answered HTTP 429, quota",
-            "no answer from 127.0.0.1 within 0.3 s, once; a larger --timeout may help",
+            "no answer from 127.0.0.1 within 0.8 s, once; a larger --timeout may help",
         ]
         down.clear()
         outcome = go(server, out)
@@ -228,7 +228,7 @@ def test_a_page_is_not_a_reply(out):
 
 def test_files_of_a_killed_run_are_mended(out):
     with ChatServer(fine) as server:
-        go(server, out)
+        go(server, out, workers=1)
         whole, cache = out.read_bytes(), out.with_suffix(".cache.jsonl")
         out.write_bytes(whole[:-100])  # in the middle of the last line
         cache.write_bytes(cache.read_bytes()[:-5])
@@ -237,6 +237,31 @@ def test_files_of_a_killed_run_are_mended(out):
         assert out.read_bytes() == whole
         out.write_bytes(whole[:-1])  # only the line's end is missing
         assert go(server, out).there == 6 and out.read_bytes() == whole
+
+
+def test_a_full_disk_leaves_whole_lines(out, monkeypatch):
+    def full(file):
+        raise OSError(28, "No space left on device")
+
+    with ChatServer(fine) as server:
+        go(server, out, SOURCES[:3])
+        monkeypatch.setattr("inrun.variants.files.os.fsync", full)
+        with pytest.raises(VariantsError, match="No space left on device; make room and run again"):
+            go(server, out)
+        monkeypatch.undo()
+        assert len(rows(out)) == len(rows(out.with_suffix(".cache.jsonl"))) == 3
+        assert go(server, out).complete == 3
+
+
+def test_text_that_no_file_can_hold(out):
+    odd = SOURCES[0].z_star
+    replies = {0: '{"paraphrase": "\ud800"}', 1: json.dumps(good(odd) | {"x": "\ud800"})}
+    with ChatServer(lambda text, request: completion(replies[request["seed"]])) as server:
+        assert go(server, out, [Source("é\u2028", odd)]).complete == 1
+        first = out.read_bytes()
+        out.unlink()
+        assert go(server, out, [Source("é\u2028", odd)]).cached == 2
+    assert out.read_bytes() == first
 
 
 def test_what_is_there_is_not_mixed_with_something_else(out, tmp_path):

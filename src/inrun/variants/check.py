@@ -38,7 +38,7 @@ def check(
         "sources": len(sources),
         "complete": len(sources) - len(short),
         "k": k,
-        "names": names.label,
+        "entities": names.label,
         "windows": dict(windows),
         "categories": categories,
         "dropped": dropped,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterable
@@ -58,7 +60,7 @@ def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text("utf-8").split("\n")  # no other mark ends a line
+        return path.read_text("utf-8-sig").split("\n")  # no other mark ends a line
     except FileNotFoundError:
         raise VariantsError(f"{path}: no such file") from None
     except UnicodeDecodeError as error:
@@ -100,7 +102,7 @@ class Journal:
                 f"{path} is being written by another process: wait for it, or name another file"
             ) from None
         try:
-            self._file: IO[bytes] = path.open("ab")
+            self._file = path.open("ab", buffering=0)
             self._whole()
             self.rows = [row for _, row in read_rows(path)]
         except BaseException:
@@ -108,11 +110,14 @@ class Journal:
             raise
 
     def append(self, row: dict[str, Any]) -> None:
+        line, end = _encode(row), self.path.stat().st_size
         try:
-            self._file.write(_encode(row))
-            self._file.flush()
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._file.fileno())
         except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)  # no half a line between whole ones
             raise VariantsError(
                 f"cannot write to {self.path}: {error.strerror or error}; make room and run again"
             ) from error
@@ -130,7 +135,7 @@ class Journal:
         try:
             replace(self.path, write)
         finally:
-            self._file = self.path.open("ab")
+            self._file = self.path.open("ab", buffering=0)
 
     def close(self) -> None:
         if hasattr(self, "_file"):
@@ -145,8 +150,8 @@ class Journal:
                 self._file.truncate(start)
             else:
                 self._file.write(b"\n")
-                self._file.flush()
 
 
 def _encode(row: dict[str, Any]) -> bytes:
-    return (json.dumps(row, ensure_ascii=False) + "\n").encode()
+    line = json.dumps(row, ensure_ascii=False) + "\n"
+    return line.encode("utf-8", "replace")  # half a surrogate pair is no text

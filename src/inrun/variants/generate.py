@@ -58,7 +58,7 @@ class Settings:
             "seed": self.seed,
             "windows": self.windows,
             "request": self.request,
-            "names": names.label,
+            "entities": names.label,
             "prompt": _digest([SYSTEM, USER]),
         }
 
@@ -99,7 +99,7 @@ def generate(
 
     While too few candidates of a source pass the filter it is asked about again, ``rounds`` times
     at most. Then it is short, and left out of the output unless ``keep_short``. ``watch`` is called
-    after each source.
+    at the start and after each source.
     """
     settings = settings or Settings()
     known = settings.record(endpoint.model, names)
@@ -109,6 +109,8 @@ def generate(
         written.belongs(sources)
         todo = [s for s in sources if not _complete(written.rows.get(s.id), settings.k)]
         outcome.there = len(sources) - len(todo)
+        if watch:
+            watch(outcome)
         job = _Job(endpoint, names, settings, rounds, keep_short, written, replies, outcome, watch)
         safe = (
             f"What is complete is in {output}, every reply in {cache}: run the same command again "
@@ -120,6 +122,9 @@ def generate(
             raise VariantsError(f"{error}. {safe}") from error
         except KeyboardInterrupt:
             raise KeyboardInterrupt(safe) from None
+        place = {s.id: i for i, s in enumerate(sources)}
+        for found in (outcome.short, outcome.failed):
+            found.sort(key=lambda x: place[x["id"]])
         written.sort(sources)
     return outcome
 

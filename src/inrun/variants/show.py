@@ -14,6 +14,7 @@ from rich.text import Text
 
 from inrun.variants.filters import REASONS
 from inrun.variants.generate import Outcome
+from inrun.variants.tokens import CAPITALS
 
 LISTED = 10  # of what is short, failed or dropped; --json has all
 
@@ -32,14 +33,14 @@ def progress(model: str) -> Iterator[Callable[[Outcome], None]]:
         task = bar.add_task(f"Asking {model}", total=None, note="")
 
         def show(outcome: Outcome) -> None:
-            note = [f"{outcome.asked:,} requests"]
+            note = [f"{outcome.asked:,} asked"]
             note += [f"{len(x)} {name}" for name, x in _left(outcome).items() if x]
             bar.update(task, total=outcome.sources, completed=outcome.done, note=", ".join(note))
 
         yield show
 
 
-def summary(outcome: Outcome, output: Path, k: int, names: str) -> Table:
+def summary(outcome: Outcome, output: Path, k: int, entities: str) -> Table:
     """What was written, what it took, what is missing and how to get it."""
     complete = outcome.there + outcome.complete
     table = _rows()
@@ -50,7 +51,7 @@ def summary(outcome: Outcome, output: Path, k: int, names: str) -> Table:
     asked = [f"{outcome.asked:,} sent, {outcome.cached:,} from the cache"]
     table.add_row("requests", ", ".join(asked + _counts(outcome.problems)))
     table.add_row("dropped", ", ".join(_counts(outcome.dropped)) or "nothing")
-    table.add_row("names", Text(names))
+    table.add_row("entities", _entities(entities))
     for x in outcome.short[:LISTED]:
         table.add_row("short", Text(f"{x['id']}: lacks {', '.join(_counts(x['lacks']))}"))
     for x in outcome.failed[:LISTED]:
@@ -71,7 +72,7 @@ def checked(report: Mapping[str, Any], path: Path) -> Table:
     table.add_row("file", Text(f"{path}, {report['sources']:,} sources"))
     each = f"1 partial_same and {report['k']} of each other category"
     table.add_row("complete", f"{report['complete']:,} sources have {each} that pass")
-    table.add_row("names", Text(report["names"]))
+    table.add_row("entities", _entities(report["entities"]))
     grid = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     used = [r for r in REASONS if any(c[r] for c in report["categories"].values())]
     for name in ("category", "window", "variants", "pass", *used):
@@ -96,9 +97,14 @@ def _rows() -> Table:
     return table
 
 
+def _entities(label: str) -> Text:
+    better = " (with spaCy installed, its named entities)" if label == CAPITALS.label else ""
+    return Text(label + better)
+
+
 def _left(outcome: Outcome) -> dict[str, list[dict[str, Any]]]:
     return {"short": outcome.short, "no reply": outcome.failed}
 
 
 def _counts(found: Mapping[str, int]) -> list[str]:
-    return [f"{n:,} {name}" for name, n in sorted(found.items())]
+    return [f"{n:,} × {name}" for name, n in sorted(found.items())]
