@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-import sys
 from collections.abc import Callable
 from enum import Enum
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
@@ -24,6 +22,9 @@ from inrun import open as open_run
 from inrun.bench.command import bench
 from inrun.examples import load_examples
 from inrun.ledger import LedgerError
+from inrun.reproduce import reproduce
+from inrun.terminal import Json, clean, say
+from inrun.variants.command import variants
 
 if TYPE_CHECKING:
     from inrun.store import SavedRun
@@ -57,7 +58,6 @@ class Task(str, Enum):
 
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Ledger folder: watch(..., out=RUN).")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Estimator = Annotated[
     str | None, typer.Option(help="One of the run's estimators; the first by default.")
 ]
@@ -115,7 +115,7 @@ def info(run: RunPath, estimator: Estimator = None, as_json: Json = False) -> No
     table.title_justify = "left"
     for name, text in describe(facts).items():
         table.add_row(Text(name, "dim"), text)
-    _say(as_json, facts | {"info": saved.info}, table)
+    say(as_json, facts | {"info": saved.info}, table)
 
 
 @app.command()
@@ -148,7 +148,7 @@ def top(
         grid.add_column(name, justify="left" if words else "right", no_wrap=name != "text")
     for row in table[names].itertuples(index=False):
         grid.add_row(*(Text(_cell(x)) for x in row))
-    _say(as_json, table.to_dict("records"), grid)
+    say(as_json, table.to_dict("records"), grid)
 
 
 @app.command()
@@ -186,7 +186,7 @@ def compare(
         "bottom_overlap": metrics.bottom_overlap(x, y, count),
         "bottom_overlap_by_chance": count / len(both),
     }
-    _say(
+    say(
         as_json,
         result,
         f"{len(both):,} examples in both\nPearson   {result['pearson']:.3f}\n"
@@ -239,7 +239,7 @@ def prune(
     removed = len(table) - len(keep)
     how = "at random" if which is Which.random else f"{which.value}, by {by.value}"
     result = {"examples": len(table), "removed": removed, "kept": len(keep), "output": str(output)}
-    _say(
+    say(
         as_json,
         result,
         f"{removed:,} of {len(table):,} examples removed ({how}); "
@@ -266,7 +266,7 @@ def report(
     from inrun.report import write_report
 
     size = write_report(open_run(run), output, examples, estimator)
-    _say(as_json, {"output": str(output), "bytes": size}, f"{output} ({size / 1e6:.1f} MB)")
+    say(as_json, {"output": str(output), "bytes": size}, f"{output} ({size / 1e6:.1f} MB)")
 
 
 @app.command()
@@ -294,144 +294,12 @@ def demo(
     console = Console(stderr=as_json, highlight=False)
     result = run_demo(task.value, out, seed=seed, seeds=seeds, epochs=epochs, console=console)
     if as_json:
-        typer.echo(json.dumps(_clean(result), ensure_ascii=False, indent=1))
+        typer.echo(json.dumps(clean(result), ensure_ascii=False, indent=1))
 
 
 app.command()(plain_errors(bench))
-
-
-@app.command()
-@plain_errors
-def reproduce(
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Which experiment; --list shows them.")
-    ] = None,
-    size: Annotated[
-        str, typer.Option(help="smoke: minutes on two cores; paper: one GPU; tiny: seconds.")
-    ] = "smoke",
-    data: Annotated[
-        Path | None,
-        typer.Option(envvar="INRUN_DATA", help="Folder of larger data; without it, none needed."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the parts; runs/reproduce/NAME-SIZE by default.")
-    ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option(help="Only parts whose names begin so; may be repeated.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="A GPU by default, where there is one.")
-    ] = None,
-    show: Annotated[bool, typer.Option("--list", help="Show experiments, or the parts.")] = False,
-) -> None:
-    """Measure a claim of the paper again. Needs a checkout of the repository.
-
-    An experiment is a list of parts; finished parts are kept, and running again does only what is
-    missing. The summary is summary.json in the output folder.
-    """
-    experiments = _experiments()
-    if name is None and not show:
-        raise ValueError("which experiment? `inrun reproduce --list` shows them")
-    if name is None:
-        for each in experiments.EXPERIMENTS:
-            typer.echo(f"{each:22} {experiments.load(each).claim}")
-        return
-    experiment = experiments.load(name)
-    parts = import_module("experiments.common.parts")
-    if show:
-        typer.echo("\n".join(parts.select(experiment, size, only or ())))
-        return
-    parts.reproduce(experiment, size, out, data, only or (), device, typer.echo)
-
-
-def _experiments() -> Any:
-    """The folder experiments/ of the checkout that this package is in."""
-    root = Path(__file__).parents[2]
-    if not (root / "experiments" / "__init__.py").exists():
-        raise ValueError(
-            "the experiments are not part of the installed package: clone the repository and run "
-            "`pip install -e '.[experiments]'` in it"
-        )
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
-    return import_module("experiments")
-
-
-@app.command()
-@plain_errors
-def variants(
-    sources: Annotated[
-        Path, typer.Argument(help=".txt (one per line, id = line from 0) or .jsonl (id, text).")
-    ],
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="Grows by one line per source; resumes.")
-    ] = Path("variants.jsonl"),
-    model: Annotated[str | None, typer.Option(help="As the endpoint calls it.")] = None,
-    base_url: Annotated[
-        str | None,
-        typer.Option(envvar="OPENAI_BASE_URL", help="OpenAI-compatible endpoint; OpenAI if none."),
-    ] = None,
-    key_env: Annotated[
-        str, typer.Option(help="Environment variable that holds the key.")
-    ] = "OPENAI_API_KEY",
-    k: Annotated[int, typer.Option("-k", min=1, help="Variants per category.")] = 3,
-    sample: Annotated[
-        int | None, typer.Option(min=1, help="Only so many sources, drawn by --seed.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of every draw, and sent with the requests.")] = 0,
-    entities: Annotated[
-        str, typer.Option(help="auto (spaCy if installed), capitals, or a spaCy pipeline.")
-    ] = "auto",
-    window: Annotated[
-        list[str] | None,
-        typer.Option(metavar="CATEGORY=LOW:HIGH", help="Jaccard overlap with the source."),
-    ] = None,
-    rounds: Annotated[
-        int, typer.Option(min=1, help="Most requests per source, while too few variants pass.")
-    ] = 5,
-    workers: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 4,
-    timeout: Annotated[float, typer.Option(min=0.01, help="Seconds per request.")] = 120,
-    retries: Annotated[
-        int, typer.Option(min=0, help="After rate limits, timeouts and server errors.")
-    ] = 5,
-    request: Annotated[
-        str, typer.Option(metavar="JSON", help="More request fields; null leaves one out.")
-    ] = "{}",
-    cache: Annotated[
-        Path | None, typer.Option(help="Every reply; OUTPUT with .cache.jsonl by default.")
-    ] = None,
-    keep_short: Annotated[
-        bool, typer.Option("--keep-short", help="Write sources that lack variants, too.")
-    ] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="SOURCES holds variants: which pass the filter?")
-    ] = False,
-    as_json: Json = False,
-) -> None:
-    """Ask a language model for variants of your examples: the queries of the paper's Table 2.
-
-    For each source: a partial copy, paraphrases, substantial rewritings and sentences on a similar
-    topic, by the paper's prompts, kept if they pass its lexical filter. Safe to stop and to run
-    again: nothing is asked twice. Exit code 1: some sources are short or had no reply.
-    """
-    from inrun.variants import Endpoint, command
-
-    if check:
-        found = command.check_variants(sources, entities, window or (), k)
-    else:
-        if model is None:
-            raise ValueError("--model is missing: the name of a model that the endpoint serves")
-        try:
-            found = command.make_variants(
-                sources, output, Endpoint(model, base_url, key_env, timeout, retries),
-                k=k, seed=seed, sample=sample, entities=entities, window=window or (),
-                request=request, cache=cache, rounds=rounds, workers=workers, keep_short=keep_short,
-            )  # fmt: skip
-        except KeyboardInterrupt as stop:
-            typer.echo(f"inrun: stopped. {stop}", err=True)
-            raise typer.Exit(130) from None
-    _say(as_json, found.facts, found.shown)
-    raise typer.Exit(found.code)
+app.command()(plain_errors(reproduce))
+app.command()(plain_errors(variants))
 
 
 def _scores(saved: SavedRun, by: By, estimator: str | None) -> pd.DataFrame:
@@ -449,22 +317,3 @@ def _cell(x: Any) -> str:
     printable = (c if c.isprintable() else " " for c in str("" if x is None else x)[:2000])
     text = " ".join("".join(printable).split())  # what is in the data never steers the terminal
     return text if len(text) <= 200 else text[:199] + "…"
-
-
-def _say(as_json: bool, data: Any, shown: Any) -> None:
-    """Print for machines or for people."""
-    if as_json:
-        typer.echo(json.dumps(_clean(data), ensure_ascii=False, indent=1))
-    else:
-        Console().print(shown, highlight=False, markup=False, soft_wrap=isinstance(shown, str))
-
-
-def _clean(x: Any) -> Any:
-    """JSON has no NaN: null instead."""
-    if isinstance(x, dict):
-        return {k: _clean(v) for k, v in x.items()}
-    if isinstance(x, list):
-        return [_clean(v) for v in x]
-    if isinstance(x, np.generic):
-        return _clean(x.item())
-    return None if isinstance(x, float) and not math.isfinite(x) else x

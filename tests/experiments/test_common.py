@@ -156,7 +156,7 @@ def test_command(tmp_path):
 
 
 def test_installed_package_says_to_clone(monkeypatch, tmp_path):
-    monkeypatch.setattr("inrun.cli.__file__", str(tmp_path / "a" / "b" / "cli.py"))
+    monkeypatch.setattr("inrun.reproduce.__file__", str(tmp_path / "a" / "b" / "reproduce.py"))
     assert "clone the repository" in call("--list", code=2).stderr
 
 
