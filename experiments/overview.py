@@ -7,6 +7,7 @@ from typing import Any
 
 from experiments import load
 from experiments.common.figures import last
+from experiments.efficiency import here
 
 Row = tuple[str, str, str, str, str]  # what, the paper, tangent, secant, SGD
 NONE = "–"
@@ -101,6 +102,18 @@ def adds_up(summary: dict[str, Any]) -> list[Row]:
     ]
 
 
+def efficiency(summary: dict[str, Any]) -> list[Row]:
+    """Without the smoke size: throughput on a small model and a CPU is another question."""
+    rows = []
+    for part in summary.values():
+        found = {r["variant"]: r for r in part["rows"]}
+        if part["model"] == "gpt2":
+            cells = (here(found[v], "ratio") for v in ("tangent", "fast"))
+            what = f"Table 1: share of plain throughput ({found['plain']['mode']})"
+            rows.append((what, "43.9%", *cells, NONE))
+    return rows
+
+
 def both(c: dict[str, float]) -> str:
     return f"{c['pearson']:.3f} / {c['spearman']:.3f}"
 
@@ -111,5 +124,6 @@ ROWS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
     "fidelity": fidelity,
     "learning-rates": rates,
     "ghost": ghost,
+    "efficiency": efficiency,
     "adds-up": adds_up,
 }

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments import EXPERIMENTS, load
+from experiments import EXPERIMENTS, efficiency, load, overview
 from experiments.common.game import ESTIMATORS
 from experiments.common.parts import reproduce
 
@@ -67,6 +67,23 @@ def test_values_add_up(tmp_path):
         assert off["secant"] < off["tangent"] < off["sgd"]
         whole = c["batch_share"] + c["momentum_share"]
         assert c["loss"][0] - c["loss"][1] == pytest.approx(whole, rel=1e-3)
+
+
+def test_efficiency_stands_beside_the_paper(tmp_path):
+    (part,) = run("efficiency", tmp_path).values()
+    rows = {r["variant"]: r for r in part["rows"]}
+    assert list(rows) == list(efficiency.VARIANTS)
+    assert all(r["status"] == "ok" and r["ratio"] > 0 for r in rows.values())
+    assert rows["plain"]["ratio"] == 1 and rows["plain"]["memory_ratio"] is None
+    rows["fast"] |= {"ratio": 0.875, "ratio_range": [0.87, 0.88], "memory_ratio": 1.28}
+    rows["direct-vmap"]["status"] = "out of memory"
+    text = efficiency.table({"paper": {"summary": {"gpt2": part}}})
+    assert "| Adam-Ghost | `fast` | 43.9% | 87.5% (87.0% to 88.0%) | 225% | 128% |" in text
+    assert "| `direct-vmap` | 19.6% | out of memory | 733% | out of memory |" in text
+    part["model"] = "gpt2"
+    (row,) = overview.efficiency({"gpt2": part})
+    assert "(eager)" in row[0] and row[1] == "43.9%" and row[3].startswith("87.5%")
+    assert efficiency.table({}).count("not yet measured") == len(efficiency.VARIANTS)
 
 
 def test_accumulated(tmp_path):
