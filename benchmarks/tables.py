@@ -82,10 +82,228 @@ def reproduced() -> dict[str, Callable[[], str]]:
     }
 
 
+# docs/costs.md, from benchmarks/costs.py and benchmarks/cost_model.py
+
+BANDWIDTH, RATE = 4.3e12, 790e12  # of an H200: bytes/s, and bf16 operations/s in matrix products
+
+
+def costs(device: str, *names: str) -> list[tuple[str, dict[str, Any]]]:
+    """The runs of these names that were measured."""
+    path = RESULTS / f"costs-{device}.json"
+    runs = json.loads(path.read_text())["runs"] if path.exists() else {}
+    return [(n, runs[n]) for n in names if "rows" in runs.get(n, {})]
+
+
+def missing(device: str, script: str = "costs") -> str:
+    place = "a CPU" if device == "cpu" else f"an {device.upper()}"
+    return f"*Not measured yet: `python benchmarks/{script}.py` on {place} fills this table.*"
+
+
+def measured_with(result: dict[str, Any]) -> str:
+    hardware, torch = result["hardware"], result["versions"]["torch"]
+    where = hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} threads"
+    note = f"; {result['note']}" if result.get("note") else ""
+    return f"{where}, torch {torch}, {result['date'][:10]}{note}."
+
+
+def below(device: str, runs: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    whole = json.loads((RESULTS / f"costs-{device}.json").read_text())
+    first = runs[0][1]
+    return ["", measured_with(first | {"note": whole["note"]})]
+
+
+def percent(x: float | None) -> str:
+    return "" if x is None else f"{x:.0%}"
+
+
+def headline(device: str, *names: str) -> str:
+    """Time, throughput beside plain training and memory, by configuration and variant."""
+    runs = costs(device, *names)
+    if not runs:
+        return missing(device)
+    memory = any(row["peak_bytes"] for _, run in runs for row in run["rows"])
+    head = ["model", "mode", "variant", "ms/step", "throughput of plain"]
+    head += ["peak GB", "of plain"] if memory else []
+    lines = ["| " + " | ".join(head) + " |", "|---|---|---|" + "---:|" * (len(head) - 3)]
+    modes = {"eager": "eager", "compile": "`torch.compile`"}
+    for _, run in runs:
+        for row in run["rows"]:
+            cells = [run["options"]["model"], modes[row["mode"]], f"`{row['variant']}`"]
+            if row["step_ms"] is None:
+                cells += [row["status"], ""]
+            else:
+                cells += [f"{row['step_ms']['median']:.1f}", percent(row["ratio"])]
+            if memory:
+                peak = row["peak_bytes"]
+                cells += [f"{peak / 1e9:.1f}" if peak else "", percent(row["memory_ratio"])]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, *below(device, runs)])
+
+
+def scaling(device: str, base: str, *names: str) -> str:
+    """Plain and fast training where one thing differs from the base."""
+    runs = costs(device, base, *names)
+    if len(runs) < 2 or runs[0][0] != base:
+        return missing(device)
+    options = runs[0][1]["options"]
+    memory = any(row["peak_bytes"] for _, run in runs for row in run["rows"])
+    tail = " memory of plain |" if memory else ""
+    lines = [f"| | plain, ms | `fast`, ms | throughput of plain |{tail}"]
+    lines.append("|---|---:|---:|---:|" + "---:|" * memory)
+    for name, run in runs:
+        rows = {r["variant"]: r for r in run["rows"] if r["mode"] == options["mode"]}
+        plain, fast = rows.get("plain"), rows.get("fast")
+        if not plain or not fast or plain["step_ms"] is None:
+            continue
+        what = "as above" if name == base else _difference(run["options"], options)
+        failed = fast["step_ms"] is None
+        ms = fast["status"] if failed else f"{fast['step_ms']['median']:.1f}"
+        cells = [what, f"{plain['step_ms']['median']:.1f}", ms, percent(fast["ratio"])]
+        cells += [percent(fast["memory_ratio"])] if memory else []
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, *below(device, runs)])
+
+
+def _difference(options: dict[str, Any], base: dict[str, Any]) -> str:
+    if options["model"] != base["model"]:
+        return f"{options['model']}"
+    words = {
+        "batch": "batch of {}", "length": "{} tokens", "targets": "{} targets",
+        "validation": "{} validation sequences",
+    }  # fmt: skip
+    return ", ".join(w.format(options[k]) for k, w in words.items() if options[k] != base[k])
+
+
+def floor(options: dict[str, Any], parameters: int) -> dict[str, tuple[float, float]]:
+    """Bytes and operations of each stage for a step of GPT-2 small, training="fast", bf16.
+
+    P parameters, B examples of T tokens. A token costs 6 operations per parameter (2 forward, 4
+    backward) and 12·L·D·T/2 in causal attention. Weights and optimizer state are float32,
+    per-example gradients bfloat16. Each number is read or written once per stage.
+    """
+    P, B, T, L, D = parameters, options["batch"], options["length"], 12, 768
+    per_token = 6 * P + 6 * L * D * T
+    rows = 2 * B * P
+    return {
+        "training itself": (28 * P, B * T * per_token),  # AdamW: 4 reads and 3 writes
+        "per-example gradients": (rows, 0),  # the products are the training's own
+        "their sum": (rows + 4 * P, 0),
+        "update map": (24 * P, 0),  # w, g, m, v in; w at the midpoint and K out
+        # weights cast and read in both passes, the gradient written
+        "validation": (14 * P, options["validation"] * T * per_token),
+        "contraction": (rows + 12 * P, 2 * B * P),  # K, ∇ℓ and G beside the rows
+    }
+
+
+def stages() -> str:
+    """GPT-2 small on the GPU: stages of a step beside what the hardware allows at best."""
+    runs = [run for _, run in costs("h200", "gpt2", "gpt2-compile")]
+    base = {"batch": 16, "length": 1024, "validation": 1}
+    parameters = runs[0]["parameters"] if runs else 124_439_808
+    names = {
+        "training itself": "plain training step", "per-example gradients": "per-example gradients",
+        "their sum": "sum over examples", "update map": "shift to the midpoint, secant",
+        "validation": "validation pass", "contraction": "contraction",
+    }  # fmt: skip
+    modes = [run["options"]["mode"] for run in runs]
+    titles = "".join(f" measured, {'`torch.compile`' if m == 'compile' else m} |" for m in modes)
+    lines = [
+        f"| stage | GB | TFLOP | floor, ms |{titles}",
+        "|---|---:|---:|---:|" + "---:|" * len(runs),
+    ]
+    found = [_stages(run) for run in runs]
+    total = 0.0
+    for key, (moved, operations) in floor(base, parameters).items():
+        least = 1e3 * max(moved / BANDWIDTH, operations / RATE)
+        if key == "training itself":  # the optimizer's bytes come after the operations
+            least = 1e3 * (moved / BANDWIDTH + operations / RATE)
+        total += least
+        cells = [names[key], f"{moved / 1e9:.1f}", f"{operations / 1e12:.2f}", f"{least:.2f}"]
+        cells += [f[key] for f in found]
+        lines.append("| " + " | ".join(cells) + " |")
+    whole = [f"{_of(run, 'fast')['step_ms']['median']:.1f}" for run in runs]
+    lines.append("| " + " | ".join(["watched step", "", "", f"{total:.2f}", *whole]) + " |")
+    if not runs:
+        return "\n".join([*lines, "", missing("h200")])
+    return "\n".join([*lines, *below("h200", costs("h200", "gpt2", "gpt2-compile"))])
+
+
+def _of(run: dict[str, Any], variant: str) -> dict[str, Any]:
+    return next(r for r in run["rows"] if r["variant"] == variant)
+
+
+def _stages(run: dict[str, Any]) -> dict[str, str]:
+    """Stages that are inside the backward pass are what the step takes beyond the others."""
+    plain, fast = _of(run, "plain"), _of(run, "fast")
+    named = {k: fast["stages_ms"].get(k, 0.0) for k in ("update map", "validation", "contraction")}
+    begun = plain["step_ms"]["median"]
+    rest = fast["step_ms"]["median"] - begun - sum(named.values())
+    cells = {k: f"{ms:.2f}" for k, ms in named.items()}
+    return cells | {
+        "training itself": f"{begun:.2f}", "per-example gradients": f"{rest:.2f} (with the sum)",
+        "their sum": "",
+    }  # fmt: skip
+
+
+def verified() -> str:
+    """What is measured is also right."""
+    runs = costs("h200", "verified")
+    found = [r for _, run in runs for r in run["rows"] if r["verify"] and "R" in r["verify"]]
+    if not found:
+        return missing("h200")
+    R, error = found[0]["verify"]["R"], found[0]["verify"]["relative_error"]
+    options = runs[0][1]["options"]
+    return (
+        f"{options['model']}, batch {options['batch']} × {options['length']}, {options['dtype']}: "
+        f"Pearson R {R:.4f}, relative error {error:.1%} against the same step in float64."
+    )
+
+
+def choices() -> str:
+    """How well the cost model chooses, by device, type and training."""
+    lines = [
+        "| device | type | training | shapes | within 10 % of the better | all shapes: model |"
+        " always ghost | always materialise |",
+        "|---|---|---|---:|---:|---:|---:|---:|",
+    ]
+    notes = []
+    for device in ("cpu", "h200"):
+        path = RESULTS / f"cost_model-{device}.json"
+        if not path.exists():
+            notes.append(missing(device, "cost_model"))
+            continue
+        data = json.loads(path.read_text())
+        for key, x in data["summary"].items():
+            dtype, training = key.split(", ")
+            kinds = ("total", "ghost", "materialise")
+            over = [f"{x[f'{kind}_over_best']:.2f}" for kind in kinds]
+            cells = [device.upper(), dtype, training, str(x["points"])]
+            cells += [percent(x["within_10_percent"]), *over]
+            lines.append("| " + " | ".join(cells) + " |")
+        notes.append(measured_with(data))
+    return "\n".join([*(lines if len(lines) > 2 else []), "", *notes]).strip("\n")
+
+
+SCALING = {
+    "h200": ("batch-4", "batch-64", "length-256", "width-512", "width-1280", "validation-4",
+             "targets-4", "targets-16"),
+    "cpu": ("batch-4", "batch-64", "length-32", "length-512", "width-64", "width-256", "targets-4",
+            "targets-16"),
+}  # fmt: skip
 TABLES: dict[str, Callable[[], str]] = {
     "gpu": gpu,
     "demo": demo,
     "reproduce": overview.table,
+    "costs-gpu": lambda: headline(
+        "h200", "gpt2-compile", "gpt2", "hf-gpt2-compile", "hf-gpt2", "convnet"
+    ),
+    "costs-cpu": lambda: headline("cpu", "gpt-4x128", "convnet"),
+    "scaling-gpu": lambda: scaling("h200", "gpt2", *SCALING["h200"]),
+    "scaling-cpu": lambda: scaling("cpu", "gpt-4x128", *SCALING["cpu"]),
+    "targets-compiled": lambda: scaling("h200", "gpt2-compile", "targets-16-compile"),
+    "stages": stages,
+    "verified": verified,
+    "choices": choices,
 } | reproduced()
 
 

@@ -339,7 +339,7 @@ class Capture:
         infos = [self._find(x) if isinstance(x, Tensor) else None for x in leaves]
         nodes = [x if type(x) is Node else None for x in infos]
         layouts = [x if type(x) is Layout else None for x in infos]
-        call = prepare(func, leaves, spec, nodes, layouts, self.live.B, self.form)
+        call = prepare(func, leaves, spec, nodes, layouts, self.live.B, self.form, self.fast)
         detached = summed = summed_leaves(rule, call) if self.fast else ()
         if self.probe:
             detached = tuple(i for i, n in enumerate(nodes) if n is not None)

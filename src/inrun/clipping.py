@@ -141,7 +141,7 @@ class Accumulated:
         return dict(grads), differ
 
 
-_SAMPLE = 8  # parameters, the smallest
+_SAMPLE = 2  # parameters, the smallest
 
 
 def _smallest(grads: Mapping[str, Tensor], n: int) -> Iterator[tuple[str, Tensor]]:

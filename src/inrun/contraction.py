@@ -14,6 +14,7 @@ from torch import Tensor
 from inrun import kernels
 from inrun.nodes import Node, directions
 from inrun.ops import Dense, Record
+from inrun.ops.records import Lookup, wide
 from inrun.tap import MicroBatch
 
 
@@ -26,7 +27,7 @@ class Direction:
 
     @cached_property
     def full(self) -> Tensor:
-        return self.v if self.K is None else self.K * self.v
+        return wide(self.v) if self.K is None else self.K * self.v
 
 
 def contract(
@@ -38,12 +39,13 @@ def contract(
     expected = torch.zeros(len(some), dtype=torch.float64, device=some.device)
     for micro in micros:
         total = torch.zeros(len(some), micro.B, dtype=torch.float64, device=some.device)
-        dense: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
+        dense: dict[Any, list[tuple[str, Tensor]]] = {}
         for node, records in micro.nodes(u.keys()):
             for record in records:
                 record = record.to(some.device)
-                if type(record) is Dense and node.param is not None and _fits(record, some):
-                    dense.setdefault(record.grads.dtype, []).append((node.name, record.grads))
+                if type(record) is Dense and node.param is not None and _fits(record):
+                    kind = record.grads.dtype, u[node.name].v.dtype
+                    dense.setdefault(kind, []).append((node.name, record.grads))
                 else:
                     total += _plain(node, record, u)
         for rows in dense.values():
@@ -58,14 +60,17 @@ def contract(
         values.append(total)
     for k, d in u.items():
         if k not in covered:
-            g = G[k].to(d.v.dtype).flatten()
+            g = G[k].to(d.full.dtype).flatten()
             expected += (d.full.reshape(len(some), -1) @ g).double()
     return torch.cat(values, dim=1), expected
 
 
 def _plain(node: Node, record: Record, u: Mapping[str, Direction]) -> Tensor:
     if node.param is not None:
-        return record.dots(u[node.name].full).double()
+        d = u[node.name]
+        if isinstance(record, Lookup) and d.K is not None:  # few rows of a large table
+            return torch.stack([record.dot(v, d.K) for v in d.v]).double()
+        return record.dots(d.full).double()
     parts = []
     for q in range(len(next(iter(u.values())).v)):
         moving = directions(node, {k: u[k].full[q] for k in node.roots if k in u})
@@ -74,9 +79,9 @@ def _plain(node: Node, record: Record, u: Mapping[str, Direction]) -> Tensor:
     return torch.stack(parts)
 
 
-def _fits(record: Dense, v: Tensor) -> bool:
+def _fits(record: Dense) -> bool:
     """Can the kernel for all parameters take it? (v and K are ours, and in order.)"""
-    return v.dtype == torch.float32 and kernels.usable_rows(record.grads)
+    return kernels.usable_rows(record.grads)
 
 
 def _fused(

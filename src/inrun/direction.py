@@ -113,7 +113,12 @@ class Path:
 
     def maps(self, kind: str, x: float | None) -> list[LinearMap]:
         """The linear maps of an estimator that needs the point ``x`` next (one pass for both)."""
-        if self._fused is None or kind == "sgd":
+        if self._fused is None:
+            if kind == "secant" and x is not None and _quick(self.moved):
+                self._points[x], made = _shift(self.moved, x)
+                return [Scale(K) for K in made]
+            return [m.map(kind) for m in self.moved]
+        if kind == "sgd":
             return [m.map(kind) for m in self.moved]
         weights, factors = kernels.shift(self._fused, x, kind, self._memory())
         if x is not None and weights is not None:
@@ -175,3 +180,56 @@ def _fused(moved: Sequence[Moved]) -> kernels.AdamStep | None:
         tuple(known[id(m.options)] for m in moved),
     )  # fmt: skip
     return step if step.usable() else None
+
+
+def _quick(moved: Sequence[Moved]) -> bool:
+    """Has the rule a quick way, on the host, for all parameters of the step?"""
+    first = moved[0]
+    if first.p.is_cuda or first.rule.shift is None or first.rule.fused is None:
+        return False
+    groups = {id(m.options): m.options for m in moved}
+    plain = all(
+        (numbers := first.rule.fused(o)) is not None and not any(map(torch.is_tensor, numbers))
+        for o in groups.values()
+    )
+    return plain and all("exp_avg" in m.state for m in moved)
+
+
+_PIECE = 2**19  # numbers that are put in a row before they are shifted: dispatch is what costs
+
+
+def _shift(moved: Sequence[Moved], x: float) -> tuple[list[Tensor], list[Tensor]]:
+    weights: list[Tensor] = []
+    factors: list[Tensor] = []
+    for row in _rows(moved):
+        first = row[0]
+        assert first.rule.shift is not None
+        state: dict[str, Any] = {"step": first.state["step"]}
+        for k in ("exp_avg", "exp_avg_sq"):
+            state[k] = _flat([m.state[k] for m in row])
+        g, p = _flat([m.g for m in row]), _flat([m.p.detach() for m in row])
+        w, K = first.rule.shift(g, p, state, first.options, x)
+        sizes = [m.p.numel() for m in row]
+        for m, a, b in zip(row, w.split(sizes), K.split(sizes), strict=True):
+            weights.append(a.view(m.p.shape).to(m.p.dtype))
+            factors.append(b.view(m.p.shape))
+    return weights, factors
+
+
+def _rows(moved: Sequence[Moved]) -> Iterator[list[Moved]]:
+    """Neighbours of one kind, up to a size."""
+    row: list[Moved] = []
+    kind: Any = None
+    for m in moved:
+        own = id(m.options), float(m.state["step"]), m.g.dtype, m.p.dtype
+        if row and (own != kind or sum(r.p.numel() for r in row) + m.p.numel() > _PIECE):
+            yield row
+            row = []
+        row.append(m)
+        kind = own
+    if row:
+        yield row
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0].flatten() if len(tensors) == 1 else torch.cat([t.flatten() for t in tensors])

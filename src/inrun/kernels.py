@@ -106,11 +106,20 @@ def contract(
     tensors, starts = _chunks(sizes, device)
     partial = torch.empty((len(tensors), Q, B + 1), dtype=torch.float32, device=device)
     columns = [list(rows), list(K or []), list(v), list(G or [])]
+    with_g = _type(G[0]) if G else tl.float32
+    if Q > 1:
+        BP, QP = (max(16, min(triton.next_power_of_2(n), _EXAMPLES)) for n in (B, Q))
+        _contract_many[(len(tensors), -(-B // BP), -(-Q // QP))](
+            _addresses(columns, device), _sizes(sizes, device), strides, tensors, starts, partial,
+            _type(rows[0]), _type(v[0]), with_g, B=B, BP=BP, Q=Q, QP=QP,
+            WITH_K=K is not None, WITH_G=G is not None, CHUNK=_CHUNK, BLOCK=64,
+            HALF=rows[0].dtype == torch.bfloat16,
+        )  # fmt: skip
+        return partial.sum(0, dtype=torch.float64)
     BP = min(triton.next_power_of_2(B), _EXAMPLES)
     _contract[(len(tensors),)](
         _addresses(columns, device), _sizes(sizes, device), strides, tensors, starts, partial,
-        _type(rows[0]), _type(v[0]), _type(G[0]) if G else tl.float32,
-        B=B, BP=BP, Q=Q, WITH_K=K is not None, WITH_G=G is not None,
+        _type(rows[0]), _type(v[0]), with_g, B=B, BP=BP, WITH_K=K is not None, WITH_G=G is not None,
         CHUNK=_CHUNK, BLOCK=max(_CHUNK // BP, 64),
     )  # fmt: skip
     return partial.sum(0, dtype=torch.float64)
@@ -235,35 +244,78 @@ if triton is not None:
     def _contract(  # type: ignore[no-untyped-def]
         table, sizes, strides, tensors, starts, partial,
         R: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
-        B: tl.constexpr, BP: tl.constexpr, Q: tl.constexpr, WITH_K: tl.constexpr,
-        WITH_G: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+        B: tl.constexpr, BP: tl.constexpr, WITH_K: tl.constexpr, WITH_G: tl.constexpr,
+        CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
+        """One direction: bound by the reading of the per-example gradients."""
         pid = tl.program_id(0)
         t = tl.load(tensors + pid)
         start = tl.load(starts + pid)
         n = tl.load(sizes + t)
         stride = tl.load(strides + t)
-        rows = _at(table, t, 0, 4, R)
-        factor = _at(table, t, 1, 4, tl.float32)
-        direction = _at(table, t, 2, 4, V)
+        out = partial + pid.to(tl.int64) * (B + 1)
+        for first in range(0, B, BP):
+            b = first + tl.arange(0, BP)
+            total = tl.zeros((BP,), dtype=tl.float32)
+            summed = 0.0
+            for offset in range(0, CHUNK, BLOCK):
+                at = start + offset + tl.arange(0, BLOCK)
+                inside = at < n
+                u = tl.load(_at(table, t, 2, 4, V) + at, mask=inside, other=0.0).to(tl.float32)
+                if WITH_K:
+                    u *= tl.load(_at(table, t, 1, 4, tl.float32) + at, mask=inside, other=0.0)
+                where = b[:, None].to(tl.int64) * stride + at[None, :]
+                mask = (b[:, None] < B) & inside[None, :]
+                g = tl.load(_at(table, t, 0, 4, R) + where, mask=mask, other=0.0).to(tl.float32)
+                total += tl.sum(g * u[None, :], axis=1)
+                if WITH_G:
+                    own = tl.load(_at(table, t, 3, 4, G) + at, mask=inside, other=0.0)
+                    summed += tl.sum(own.to(tl.float32) * u)
+            tl.store(out + b, total, mask=b < B)
+            tl.store(out + B, summed)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _contract_many(  # type: ignore[no-untyped-def]
+        table, sizes, strides, tensors, starts, partial,
+        R: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
+        B: tl.constexpr, BP: tl.constexpr, Q: tl.constexpr, QP: tl.constexpr,
+        WITH_K: tl.constexpr, WITH_G: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+        HALF: tl.constexpr,
+    ):  # fmt: skip
+        """Several directions: a matrix product. Against bfloat16 gradients a direction goes in two
+        bfloat16 parts, which keeps 16 bits of it."""
+        pid = tl.program_id(0)
+        t = tl.load(tensors + pid)
+        start = tl.load(starts + pid)
+        n = tl.load(sizes + t)
+        stride = tl.load(strides + t)
+        b = tl.program_id(1) * BP + tl.arange(0, BP)
+        q = tl.program_id(2) * QP + tl.arange(0, QP)
+        total = tl.zeros((QP, BP), dtype=tl.float32)
+        summed = tl.zeros((QP,), dtype=tl.float32)
+        for offset in range(0, CHUNK, BLOCK):
+            at = start + offset + tl.arange(0, BLOCK)
+            inside = at < n
+            where = q[:, None].to(tl.int64) * n + at[None, :]
+            mask = (q[:, None] < Q) & inside[None, :]
+            u = tl.load(_at(table, t, 2, 4, V) + where, mask=mask, other=0.0).to(tl.float32)
+            if WITH_K:
+                K = tl.load(_at(table, t, 1, 4, tl.float32) + at, mask=inside, other=0.0)
+                u *= K[None, :]
+            where = b[:, None].to(tl.int64) * stride + at[None, :]
+            mask = (b[:, None] < B) & inside[None, :]
+            g = tl.load(_at(table, t, 0, 4, R) + where, mask=mask, other=0.0)
+            if HALF:
+                high = u.to(tl.bfloat16)
+                low = (u - high.to(tl.float32)).to(tl.bfloat16)
+                total = tl.dot(high, tl.trans(g), total)
+                total = tl.dot(low, tl.trans(g), total)
+            else:
+                total = tl.dot(u, tl.trans(g.to(tl.float32)), total, input_precision="ieee")
+            if WITH_G:
+                own = tl.load(_at(table, t, 3, 4, G) + at, mask=inside, other=0.0)
+                summed += tl.sum(own.to(tl.float32)[None, :] * u, axis=1)
         out = partial + pid.to(tl.int64) * Q * (B + 1)
-        for q in range(Q):
-            for first in range(0, B, BP):
-                b = first + tl.arange(0, BP)
-                total = tl.zeros((BP,), dtype=tl.float32)
-                summed = 0.0
-                for offset in range(0, CHUNK, BLOCK):
-                    at = start + offset + tl.arange(0, BLOCK)
-                    inside = at < n
-                    u = tl.load(direction + q * n + at, mask=inside, other=0.0).to(tl.float32)
-                    if WITH_K:
-                        u *= tl.load(factor + at, mask=inside, other=0.0)
-                    where = b[:, None].to(tl.int64) * stride + at[None, :]
-                    mask = (b[:, None] < B) & inside[None, :]
-                    g = tl.load(rows + where, mask=mask, other=0.0).to(tl.float32)
-                    total += tl.sum(g * u[None, :], axis=1)
-                    if WITH_G:
-                        own = tl.load(_at(table, t, 3, 4, G) + at, mask=inside, other=0.0)
-                        summed += tl.sum(own.to(tl.float32) * u)
-                tl.store(out + q * (B + 1) + b, total, mask=b < B)
-                tl.store(out + q * (B + 1) + B, summed)
+        where = q[:, None] * (B + 1) + b[None, :]
+        tl.store(out + where, total, mask=(q[:, None] < Q) & (b[None, :] < B))
+        tl.store(out + q * (B + 1) + B, summed, mask=(q < Q) & (tl.program_id(1) == 0))

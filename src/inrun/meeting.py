@@ -11,22 +11,24 @@ from torch import Tensor
 
 from inrun.arguments import Spec
 from inrun.layout import Layout, in_place, name_of
-from inrun.ops import Call, Form, OpRule
+from inrun.ops import Call, Form, OpRule, op_rule
 from inrun.tap import shape_of
 
 
 def prepare(
     func: Any, leaves: Sequence[Any], spec: Spec, nodes: Sequence[Any],
-    layouts: Sequence[Layout | None], B: int, form: Form,
+    layouts: Sequence[Layout | None], B: int, form: Form, fast: bool = False,
 ) -> Call:  # fmt: skip
-    """The call, with what its rule will need, before the operation runs."""
+    """The call, with what its rule will need, before the operation runs. Its form is settled."""
     saved = [x.detach() if n is not None else x for x, n in zip(leaves, nodes, strict=True)]
     if name_of(func) in ("add", "sub", "rsub"):  # their derivative needs shapes only
         saved = [shape_of(x) if isinstance(x, Tensor) else x for x in saved]
     elif in_place(func):
         saved[0] = saved[0].clone()
     pure = getattr(torch, name_of(func), None) if in_place(func) else func
-    return Call(pure or func, spec, tuple(saved), tuple(nodes), tuple(layouts), Layout(0), B, form)
+    call = Call(pure or func, spec, tuple(saved), tuple(nodes), tuple(layouts), Layout(0), B, form)
+    rule = op_rule(func)
+    return call if rule is None else rule.settled(call, fast)
 
 
 def has_pure_form(func: Any) -> bool:
@@ -39,7 +41,7 @@ def summed_leaves(rule: OpRule | None, call: Call) -> tuple[int, ...]:
     if rule is None:
         return ()
     arguments = rule.vectors
-    if rule.weight is not None and rule.materialises(call):
+    if rule.weight is not None and call.form == "materialise":
         arguments = (rule.weight, *arguments)
     found = [leaf for a in arguments if (leaf := call.at(*a)) is not None]
     nodes = [call.nodes[leaf] for leaf in found]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -315,23 +315,39 @@ def _values(
     def some(names: Sequence[str], qs: slice) -> tuple[Tensor, Tensor]:
         u = {}
         for k in names:
-            v, f = wide(_mean([p.of(k, qs) for p in points])).contiguous(), maps[k]
-            d = Direction(v, f.K) if isinstance(f, Scale) else Direction(_each(f, v))
+            v, f = _mean([p.of(k, qs) for p in points]).contiguous(), maps[k]
+            d = Direction(v, f.K) if isinstance(f, Scale) else Direction(_each(f, wide(v)))
             u[k] = carry.carry(d, place[k])
         return contract(u, {k: G[k] for k in names}, micros)
 
     if Q == 1:
         return some(list(G), slice(0, 1))
     total, expected = None, None
-    for names in parts:
-        size = sum(G[k].numel() for k in names)
-        n = max(1, min(Q, _AT_ONCE // size))
+    for names in _pieces(parts, G, _AT_ONCE // Q):
+        n = max(1, min(Q, _AT_ONCE // sum(G[k].numel() for k in names)))
         found = [some(names, slice(q, min(q + n, Q))) for q in range(0, Q, n)]
         values, sums = (torch.cat(x) for x in zip(*found, strict=True))
         total = values if total is None else total + values
         expected = sums if expected is None else expected + sums
     assert total is not None and expected is not None
-    return total, expected
+    scale = points[0].scale
+    return (total, expected) if scale is None else (total * scale[:, None], expected * scale)
+
+
+def _pieces(
+    parts: Sequence[Sequence[str]], G: Mapping[str, Tensor], size: int
+) -> Iterator[list[str]]:
+    """Parts joined to pieces of at most this size, where they are not larger themselves."""
+    piece: list[str] = []
+    held = 0
+    for names in parts:
+        more = sum(G[k].numel() for k in names)
+        if piece and held + more > size:
+            yield piece
+            piece, held = [], 0
+        piece += names
+        held += more
+    yield piece
 
 
 def _mean(gradients: list[Tensor]) -> Tensor:

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from inrun.capture import Capture
 from inrun.errors import BatchError, CaptureError
 from inrun.nodes import pull_back
-from inrun.ops.records import wide
-from inrun.tap import MicroBatch
+from inrun.ops.records import Lookup, wide
+from inrun.tap import Known, MicroBatch
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Gradients:
     """Of a group of targets: a loss (or their mean), and gradients by parameter and targets."""
 
     loss: Tensor
-    of: Callable[[str, slice], Tensor]  # [targets, *W]
+    of: Callable[[str, slice], Tensor]  # [targets, *W], perhaps a view of memory used again
+    scale: Tensor | None = None  # [targets]: what they are yet to be multiplied by
 
 
 class Sweep:
@@ -44,12 +45,13 @@ class Sweep:
         self.verified = False
         self._watched: tuple[tuple[str, int], ...] = ()
         self._capture: Capture | None = None
+        self._counted = Known()
 
     def join(self, drawn: Sequence[Sequence[Any]]) -> list[int] | None:
         """The rows of each target in the joined batch; None where they do not fit together."""
         if not self.allowed or len(drawn) < 2:
             return None
-        kinds, sizes, weights = set(), [], set()
+        kinds, sizes, weights = set(), list[int](), set()
         for batches in drawn:
             rows = [_rows(b) for b in batches]
             if None in rows or len(set(rows)) > 1:
@@ -57,8 +59,23 @@ class Sweep:
             sizes.append(sum(rows))  # type: ignore[arg-type]
             for batch in batches:
                 kinds.add(_kind(batch))
-                weights.add(_weights(batch, rows[0] or 1))
+                weights.add(self._weights(batch, rows[0] or 1))
         return sizes if len(kinds) == 1 and len(weights) == 1 else None
+
+    def _weights(self, batch: Any, rows: int) -> Any:
+        """How much counts in each row on average: ignored labels, and masks of zeros and ones."""
+        found = []
+        for x in tree_flatten(batch)[0]:
+            if not isinstance(x, Tensor) or x.ndim < 2 or x.is_floating_point() or not x.numel():
+                continue
+            known = self._counted.get(x)
+            if known is None or known[0] != x._version:  # asking a tensor on a GPU takes a while
+                ignored = float((x == -100).sum())
+                mask = x.dtype == torch.bool or (int(x.min()) >= 0 and int(x.max()) <= 1)
+                known = x._version, ignored, float(x.sum()) if mask else None
+                self._counted[x] = known
+            found.append((known[1] / rows, None if known[2] is None else known[2] / rows))
+        return tuple(found)
 
     def verify(
         self, loss: Callable[[], Tensor], single: Sequence[Tensor], sizes: Sequence[int],
@@ -96,26 +113,34 @@ class Sweep:
         with torch.enable_grad(), capture.batch(sum(sizes)) as micro:
             value = loss()
             torch.autograd.grad(value, [capture.trigger], allow_unused=True)
-        return Gradients(value.detach(), lambda k, qs: _gradient(micro, sizes, k, qs, params[k]))
+        scale = torch.tensor([sum(sizes) / n for n in sizes], dtype=torch.float64)
+        return Gradients(
+            value.detach(),
+            lambda k, qs: _gradient(micro, sizes, k, qs, params[k]),
+            scale.to(value.device, non_blocking=True),
+        )
 
 
 def _gradient(
     micro: MicroBatch, sizes: Sequence[int], name: str, qs: slice, like: Tensor
 ) -> Tensor:
-    """∇ℓ_q of one parameter for a range of targets."""
+    """∇ℓ_q of one parameter for a range of targets, up to their scale."""
     offsets = [0, *itertools.accumulate(sizes)]
     first, last = offsets[qs.start], offsets[qs.stop]
     chosen = sizes[qs]
     total: Tensor | None = None
     for node, records in micro.nodes([name]):
         for record in records:
-            grouped = wide(record.cut(first, last).groups(chosen))
-            part = pull_back(node, grouped)[name]
+            cut = record.cut(first, last)
+            if isinstance(cut, Lookup) and node.param is not None and total is not None:
+                total = total.contiguous()
+                cut.add_groups(total, chosen)
+                continue
+            part = pull_back(node, cut.groups(chosen))[name]
             total = part if total is None else total + part
     if total is None:
         return torch.zeros((len(chosen), *like.shape), dtype=wide(like).dtype, device=like.device)
-    scale = torch.tensor([sum(sizes) / n for n in chosen], dtype=total.dtype, device=total.device)
-    return total * scale.reshape(-1, *[1] * like.ndim)
+    return total
 
 
 def joined(batches: Sequence[Any]) -> Any:
@@ -138,15 +163,3 @@ def _kind(batch: Any) -> Any:
     return str(spec), tuple(
         (tuple(x.shape[1:]), x.ndim, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves
     )
-
-
-def _weights(batch: Any, rows: int) -> Any:
-    """How much counts in each row on average: ignored labels, and masks of zeros and ones."""
-    found = []
-    for x in tree_flatten(batch)[0]:
-        if not isinstance(x, Tensor) or x.ndim < 2 or x.is_floating_point() or not x.numel():
-            continue
-        ignored = float((x == -100).sum())
-        mask = x.dtype == torch.bool or (int(x.min()) >= 0 and int(x.max()) <= 1)
-        found.append((ignored / rows, float(x.sum()) / rows if mask else None))
-    return tuple(found)

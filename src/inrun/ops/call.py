@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from inrun.arguments import Spec
 from inrun.layout import Layout, name_of, to_rows
+from inrun.ops import cost
 from inrun.ops.records import Aligned, Dense, Record, Replay, wide_type
 
 Form = Literal["auto", "ghost", "materialise"]
@@ -26,7 +27,7 @@ class Call:
     """``func(*args, **kwargs)`` with its arguments flattened into leaves.
 
     ``nodes`` marks the leaves that are parametric operands, ``layouts`` the batched ones;
-    ``layout`` and ``shape`` are the output's.
+    ``layout`` and ``shape`` are the output's. ``form`` is what was asked for until ``settled``.
     """
 
     func: Callable[..., Any]
@@ -114,6 +115,14 @@ class Call:
 RuleFunction = Callable[[Call, Tensor], Iterator[tuple[Any, Record]]]
 
 
+class Sizes(NamedTuple):
+    """Numbers kept per example in either form; for a product of matrices its T, I and O."""
+
+    ghost: int
+    dense: int
+    product: tuple[int, int, int] | None = None
+
+
 @dataclass(frozen=True)
 class OpRule:
     """A rule, and for operations with a weight matrix where it is and when to materialise it.
@@ -126,20 +135,27 @@ class OpRule:
     records: RuleFunction
     weight: tuple[int, str] | None = None
     vectors: tuple[tuple[int, str], ...] = ()
-    sizes: Callable[[Call], tuple[int, int] | None] | None = None
+    sizes: Callable[[Call], Sizes | None] | None = None
 
-    def materialises(self, call: Call) -> bool:
-        """Keep whichever is smaller: activations and errors, or per-example gradients.
+    def settled(self, call: Call, fast: bool) -> Call:
+        """The call with its form chosen, where that was left to us.
 
-        ``sizes`` counts the numbers kept in ghost form and materialised; None: the call is of a
-        kind that is replayed.
+        For products of matrices by the cost model, elsewhere the smaller one. ``sizes`` is None for
+        a call of a kind that is replayed. Once, before the operation runs: in the backward pass
+        autocast is off, and the choice must be the same.
         """
-        sizes = self.sizes(call) if self.sizes is not None else None
+        if self.sizes is None or call.form == "ghost":
+            return call
+        sizes = self.sizes(call)
         if sizes is None:
-            return False
-        if call.form != "auto":
-            return call.form == "materialise"
-        return sizes[1] <= sizes[0]
+            return call.with_(form="ghost")
+        if call.form == "materialise":
+            return call
+        dense = sizes.dense <= sizes.ghost
+        if sizes.product is not None and self.weight is not None:
+            W = call.value(*self.weight)
+            dense = cost.materialise(cost.Layer(call.B, *sizes.product, *_operand(W)), fast)
+        return call.with_(form="materialise" if dense else "ghost")
 
 
 _RULES: dict[Any, OpRule] = {}
@@ -149,7 +165,7 @@ def register_op(
     *funcs: Any,
     weight: tuple[int, str] | None = None,
     vectors: tuple[tuple[int, str], ...] = (),
-    sizes: Callable[[Call], tuple[int, int] | None] | None = None,
+    sizes: Callable[[Call], Sizes | None] | None = None,
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Decorator: the function below gives the records of these operations.
 
@@ -170,10 +186,11 @@ def op_rule(func: Callable[..., Any]) -> OpRule | None:
     return _RULES.get(func) or _RULES.get(name_of(func))
 
 
-def materialises(call: Call) -> bool:
-    """Does the rule of this call keep per-example gradients, rather than what they are made of?"""
-    rule = op_rule(call.func)
-    return rule is not None and rule.materialises(call)
+def _operand(W: Tensor) -> tuple[torch.dtype, str]:
+    """The type that the operation computes in, and the kind of device."""
+    device = W.device.type
+    on = torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else W.dtype, device
 
 
 def replay(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
@@ -229,4 +246,4 @@ def sum_to(rows: Tensor, shape: tuple[int, ...], missing: int) -> Tensor:
     return (rows.sum(ones, keepdim=True, dtype=dtype) if ones else rows).reshape(shape)
 
 
-__all__ = ["Call", "Form", "OpRule", "op_rule", "reduce_to", "register_op", "replay"]
+__all__ = ["Call", "Form", "OpRule", "Sizes", "op_rule", "reduce_to", "register_op", "replay"]

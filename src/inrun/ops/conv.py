@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from inrun.layout import Layout
-from inrun.ops.call import Call, materialises, register_op, replay_leaf
+from inrun.ops.call import Call, Sizes, register_op, replay_leaf
 from inrun.ops.records import Dense, Record
 
 _ARGS = ((3, "stride", 1), (5, "dilation", 1))
 
 
-def _sizes(call: Call) -> tuple[int, int] | None:
+def _sizes(call: Call) -> Sizes | None:
     """Ghost keeps input and error; the error is about as large as the input."""
     leaf = call.at(0, "input")
     if leaf is None or call.layouts[leaf] != Layout(0):
         return None
-    return 2 * call.value(0, "input").numel() // call.B, call.value(1, "weight").numel()
+    return Sizes(2 * call.value(0, "input").numel() // call.B, call.value(1, "weight").numel())
 
 
 @register_op(
@@ -32,7 +32,7 @@ def conv(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     leaf = call.at(1, "weight")
     assert leaf is not None
     if call.nodes[leaf] is not None:
-        if materialises(call):
+        if call.form == "materialise":
             yield call.nodes[leaf], Dense(_weight_gradients(call, delta))
         else:
             bias = call.at(2, "bias")

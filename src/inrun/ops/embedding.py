@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from inrun.ops.call import Call, materialises, register_op
+from inrun.ops.call import Call, Sizes, register_op
 from inrun.ops.records import Dense, Lookup, Record
 
 
-def _sizes(call: Call) -> tuple[int, int]:
+def _sizes(call: Call) -> Sizes:
     a, b = call.value(0, "input"), call.value(1, "weight")
     ids, W = (b, a) if a.is_floating_point() else (a, b)
-    return ids.numel() // call.B * W.shape[1], W.numel()
+    return Sizes(ids.numel() // call.B * W.shape[1], W.numel())
 
 
 @register_op("embedding", sizes=_sizes)
@@ -36,4 +36,4 @@ def embedding(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
         padding = padding % W.shape[0]
         d = d.masked_fill((rows == padding)[..., None], 0.0)
     record = Lookup(rows, d, W.shape[0])
-    yield call.node(*weight), Dense(record.rows()) if materialises(call) else record
+    yield call.node(*weight), Dense(record.rows()) if call.form == "materialise" else record

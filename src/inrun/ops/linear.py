@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from inrun.ops.call import Call, materialises, reduce_to, register_op, replay, replay_leaf
+from inrun.ops.call import Call, Sizes, reduce_to, register_op, replay, replay_leaf
 from inrun.ops.records import Dense, Pair, Record, wide_type
 
 
 def _weight(call: Call, x: tuple[int, str], node: Any, delta: Tensor, transposed: bool) -> Any:
     a, d = call.tokens(call.rows(*x)), call.tokens(call.split(delta))
     pair = Pair(a.to(d.dtype), d, transposed)  # under autocast the operation saw a in δ's type
-    return node, Dense(pair.rows()) if materialises(call) else pair
+    return node, Dense(pair.rows()) if call.form == "materialise" else pair
 
 
 def _plain(call: Call) -> bool:
@@ -24,13 +24,13 @@ def _plain(call: Call) -> bool:
 def _sizes(x: tuple[int, str], W: tuple[int, str]) -> Any:
     """Numbers kept per example: T(I + O) in ghost form, I·O materialised."""
 
-    def sizes(call: Call) -> tuple[int, int] | None:
+    def sizes(call: Call) -> Sizes | None:
         if not call.batched(*x) or call.value(*W).ndim != 2 or not _plain(call):
             return None
         inputs, weight = call.value(*x), call.value(*W)
         n_in, n_out = inputs.shape[-1], weight.numel() // inputs.shape[-1]
         T = inputs.numel() // (call.B * n_in)
-        return T * (n_in + n_out), n_in * n_out
+        return Sizes(T * (n_in + n_out), n_in * n_out, (T, n_in, n_out))
 
     return sizes
 

@@ -89,6 +89,13 @@ class Dense(Record):
     def energy(self) -> Tensor:
         return wide(self.grads).square().sum()
 
+    def groups(self, sizes: Sequence[int]) -> Tensor:
+        if len(set(sizes)) > 1:
+            return super().groups(sizes)
+        if sizes[0] == 1:
+            return self.grads
+        return self.grads.reshape(len(sizes), sizes[0], *self.grads.shape[1:]).sum(1)
+
     def dot(self, u: Tensor) -> Tensor:
         return wide(self.grads).reshape(len(self.grads), -1) @ wide(u).flatten()
 
@@ -172,8 +179,12 @@ class Lookup(Record):
     def shape(self) -> tuple[int, ...]:
         return self.size, self.delta.shape[-1]
 
-    def dot(self, u: Tensor) -> Tensor:
-        return (wide(u)[self.ids] * wide(self.delta)).sum((1, 2))
+    def dot(self, u: Tensor, K: Tensor | None = None) -> Tensor:
+        """With ``K``, of K ⊙ u."""
+        chosen = wide(u[self.ids])
+        if K is not None:
+            chosen = chosen * K[self.ids]
+        return (chosen * wide(self.delta)).sum((1, 2))
 
     def rows(self) -> Tensor:
         B, T, O = self.delta.shape  # noqa: E741
@@ -183,6 +194,13 @@ class Lookup(Record):
 
     def groups(self, sizes: Sequence[int]) -> Tensor:
         return _merged(self, sizes)
+
+    def add_groups(self, total: Tensor, sizes: Sequence[int]) -> None:
+        """``total += groups(sizes)``, without forming them."""
+        which = torch.repeat_interleave(torch.tensor(sizes)).to(self.ids.device, non_blocking=True)
+        at = self.ids + which[:, None] * self.size
+        rows = total.view(-1, total.shape[-1])
+        rows.index_add_(0, at.flatten(), self.delta.flatten(0, 1).to(total.dtype))
 
 
 @dataclass(frozen=True)

@@ -121,8 +121,29 @@ def fused(o: Options) -> Numbers | None:
     return (*o["betas"], o["eps"], learning_rate(o), decoupled_decay(o))
 
 
+def shift(g: Tensor, w: Tensor, s: State, o: Options, x: float) -> tuple[Tensor, Tensor]:
+    """The weights at x on the path and the secant, for what ``fused`` accepts: the formulas above
+    with each quantity computed once and in place."""
+    c = _scalars(g, s, o)
+    a1, a2, tiny = 1 - c.beta1, (1 - c.beta2) / c.c2, torch.finfo(g.dtype).tiny
+    r0 = s["exp_avg_sq"] * (c.beta2 / c.c2)
+    r = torch.addcmul(r0, g, g, value=a2).sqrt_()
+    r0.sqrt_()
+    both = r + r0
+    still = both == 0
+    r.add_(c.eps)
+    end = s["exp_avg"] * c.beta1
+    without = end / r0.add_(c.eps)
+    end.add_(g, alpha=a1).div_(r)
+    moved = (w.to(g.dtype) * decoupled_decay(o)).add_(without, alpha=-c.size * (1 - x))
+    moved.add_(end, alpha=-c.size * x)
+    K = torch.div(g, both.clamp_(min=tiny)).mul_(without).mul_(-a2 * c.size)
+    return moved, K.add_(a1 * c.size).div_(r).masked_fill_(still, 0.0)
+
+
 _CLOSED = {
-    "decay": decoupled_decay, "factor": factor, "derivative": derivative, "fused": fused
+    "decay": decoupled_decay, "factor": factor, "derivative": derivative, "fused": fused,
+    "shift": shift
 }  # fmt: skip
 
 

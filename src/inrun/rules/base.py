@@ -77,6 +77,8 @@ class Rule:
         twin: a function equal to ``update`` up to its low-precision rounding, to differentiate
             instead of it (Muon computes in bfloat16).
         nodes: Gauss–Legendre nodes of the path integral.
+        shift: the weights at a point of the path and the secant's K in one pass, where there is a
+            quick way; for parameter groups that ``fused`` accepts.
         fused: what the whole-model kernel for GPUs needs of a parameter group, or None where it
             cannot serve (kernels.py).
     """
@@ -88,6 +90,7 @@ class Rule:
     derivative: UpdateMap | None = None
     twin: UpdateMap | None = None
     nodes: int = 8
+    shift: Callable[[Tensor, Tensor, State, Options, float], tuple[Tensor, Tensor]] | None = None
     fused: Callable[[Options], Numbers | None] | None = None
 
     @torch.no_grad()

@@ -1,0 +1,94 @@
+"""Which form of a layer's per-example gradients is cheaper: a model of time and memory.
+
+For one product y = x Wᵀ with B examples of T tokens, I inputs and O outputs (records.py):
+
+* *materialise*: g_i of every example by a batched product, B·T·I·O multiplications; B·I·O numbers
+  are written, and read by the contraction. With ``training="fast"`` they are read once more by
+  the sum over examples, which then is the layer's own weight gradient;
+* *ghost*: the contraction is one more product, B·T·I·O multiplications, and some passes over its
+  B·T·O results. The layer's own weight gradient is formed as always.
+
+Only shapes, type and device are looked at: compiled graphs are planned on tensors without data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The shape of one use of a weight matrix; ``device`` is a type ("cpu", "cuda")."""
+
+    B: int
+    T: int
+    I: int  # noqa: E741
+    O: int  # noqa: E741
+    dtype: torch.dtype
+    device: str
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does in a second, and what a form costs however small the layer is."""
+
+    products: float  # multiplications with their additions, in one product for all examples
+    batched: float  # the same in a product for each example
+    bytes: float  # read or written
+    ghost: float  # seconds: launches of one layer
+    dense: float
+
+
+RATES = {
+    ("cpu", False): Rates(5e10, 5e10, 1.2e10, 4e-5, 4e-5),
+    ("cuda", False): Rates(2.4e13, 2.2e13, 3.3e12, 3e-5, 3e-5),
+    ("cuda", True): Rates(3.3e14, 2.0e14, 3.3e12, 3e-5, 3e-5),
+}
+MEMORY = 3  # a form that keeps more than so many times the numbers of the other is not taken
+
+
+def materialise(layer: Layer, fast: bool) -> bool:
+    """Is it better to form the layer's per-example gradients?"""
+    ghost, dense = layer.T * (layer.I + layer.O), layer.I * layer.O
+    if max(ghost, dense) > MEMORY * min(ghost, dense):
+        return dense < ghost
+    in_ghost_form, materialised = seconds(layer, fast)
+    return materialised <= in_ghost_form
+
+
+def seconds(layer: Layer, fast: bool, rates: Rates | None = None) -> tuple[float, float]:
+    """Time in ghost form and materialised, less what both forms have in common."""
+    rates = rates or rates_of(layer)
+    (products, moved), (batched, moved_dense) = work(layer, fast)
+    return (
+        products / rates.products + moved / rates.bytes + rates.ghost,
+        batched / rates.batched + moved_dense / rates.bytes + rates.dense,
+    )
+
+
+def work(layer: Layer, fast: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Multiplications and bytes in ghost form and materialised.
+
+    A number of the ghost form's results is written, widened where it is of half precision,
+    multiplied by δ's and summed, each a pass of its own.
+    """
+    B, T, I, O = layer.B, layer.T, layer.I, layer.O  # noqa: E741
+    size = layer.dtype.itemsize
+    tokens, weights = B * T * (I + O) * size, I * O * 4
+    passes = 30 if size == 2 else 5 * size
+    ghost = tokens + B * T * O * passes + weights
+    dense = tokens + 2 * B * I * O * size
+    if fast:
+        ghost += tokens + weights
+        dense += B * I * O * size + weights
+    products = B * T * I * O
+    return ((1 + fast) * products, ghost), (products, dense)
+
+
+def rates_of(layer: Layer) -> Rates:
+    """Those of the device, or of the one that is most like it."""
+    if layer.device == "cpu":
+        return RATES["cpu", False]
+    return RATES["cuda", layer.dtype.itemsize < 4]
