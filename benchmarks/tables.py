@@ -1,4 +1,5 @@
-"""Writes the measured tables of README and docs from benchmarks/results/*.json.
+"""Writes the measured tables of README and docs from benchmarks/results/*.json and from
+experiments/*/results/*.json.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end table -->``. ``python
 benchmarks/tables.py`` rewrites all of them; the tests check that they are up to date.
@@ -8,34 +9,23 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+import experiments
+from experiments import overview
+
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
 
 def results(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def fidelity() -> str:
-    """R and relative error of each estimator by learning rate and step."""
-    names = {"secant": "inrun (secant)", "tangent": "the paper (tangent)", "sgd": "SGD proxy"}
-    rows = {}
-    for r in results("fidelity")["results"]:
-        if r["estimator"] in names:
-            cell = f"{r['R']:.4f} / {r['relative_error']:.1%}"
-            rows.setdefault((r["lr"], r["step"]), {})[r["estimator"]] = cell
-    lines = [
-        "| learning rate | step | " + " | ".join(names.values()) + " |",
-        "|---|---|" + "---|" * len(names),
-    ]
-    for (lr, step), cells in rows.items():
-        lines.append(f"| {lr:.0e} | {step} | " + " | ".join(cells[n] for n in names) + " |")
-    return "\n".join(lines)
 
 
 def gpu() -> str:
@@ -80,6 +70,16 @@ def demo() -> str:
         cells = " | ".join(f"{run['mean']['accuracy_after'][key]:.1%}" for run in runs)
         lines.append(f"| accuracy, {name} | {cells} |")
     return "\n".join(lines)
+
+
+def reproduced() -> dict[str, Callable[[], str]]:
+    """The tables of the experiments, from their committed results."""
+    loaded = [experiments.load(name) for name in experiments.EXPERIMENTS]
+    return {
+        name: lambda table=table, e=e: table(e.committed())  # type: ignore[misc]
+        for e in loaded
+        for name, table in e.tables.items()
+    }
 
 
 # docs/costs.md, from benchmarks/costs.py and benchmarks/cost_model.py
@@ -291,9 +291,9 @@ SCALING = {
             "targets-16"),
 }  # fmt: skip
 TABLES: dict[str, Callable[[], str]] = {
-    "fidelity": fidelity,
     "gpu": gpu,
     "demo": demo,
+    "reproduce": overview.table,
     "costs-gpu": lambda: headline(
         "h200", "gpt2-compile", "gpt2", "hf-gpt2-compile", "hf-gpt2", "convnet"
     ),
@@ -304,7 +304,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "stages": stages,
     "verified": verified,
     "choices": choices,
-}
+} | reproduced()
 
 
 def pages() -> list[Path]:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import numpy as np
 import pandas as pd
@@ -18,11 +18,16 @@ from rich.table import Table
 from rich.text import Text
 
 from inrun import __version__, metrics
+from inrun import open as open_run
 from inrun.bench.command import bench
 from inrun.examples import load_examples
 from inrun.ledger import LedgerError
-from inrun.report.facts import describe, facts_of
-from inrun.store import SavedRun, open_run
+from inrun.reproduce import reproduce
+from inrun.terminal import Json, clean, say
+from inrun.variants.command import variants
+
+if TYPE_CHECKING:
+    from inrun.store import SavedRun
 
 app = typer.Typer(
     name="inrun",
@@ -53,7 +58,6 @@ class Task(str, Enum):
 
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Ledger folder: watch(..., out=RUN).")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Estimator = Annotated[
     str | None, typer.Option(help="One of the run's estimators; the first by default.")
 ]
@@ -103,13 +107,15 @@ def info(run: RunPath, estimator: Estimator = None, as_json: Json = False) -> No
     explained = sum of values / batch share over the audited steps: 100 % means that the values add
     up to what the batches did. The momentum share is what momentum and decay did; nobody gets it.
     """
+    from inrun.report.facts import describe, facts_of
+
     saved = open_run(run)
     facts = facts_of(saved, estimator)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), title=Text(str(run)))
     table.title_justify = "left"
     for name, text in describe(facts).items():
         table.add_row(Text(name, "dim"), text)
-    _say(as_json, facts | {"info": saved.info}, table)
+    say(as_json, facts | {"info": saved.info}, table)
 
 
 @app.command()
@@ -142,7 +148,7 @@ def top(
         grid.add_column(name, justify="left" if words else "right", no_wrap=name != "text")
     for row in table[names].itertuples(index=False):
         grid.add_row(*(Text(_cell(x)) for x in row))
-    _say(as_json, table.to_dict("records"), grid)
+    say(as_json, table.to_dict("records"), grid)
 
 
 @app.command()
@@ -180,7 +186,7 @@ def compare(
         "bottom_overlap": metrics.bottom_overlap(x, y, count),
         "bottom_overlap_by_chance": count / len(both),
     }
-    _say(
+    say(
         as_json,
         result,
         f"{len(both):,} examples in both\nPearson   {result['pearson']:.3f}\n"
@@ -233,7 +239,7 @@ def prune(
     removed = len(table) - len(keep)
     how = "at random" if which is Which.random else f"{which.value}, by {by.value}"
     result = {"examples": len(table), "removed": removed, "kept": len(keep), "output": str(output)}
-    _say(
+    say(
         as_json,
         result,
         f"{removed:,} of {len(table):,} examples removed ({how}); "
@@ -260,7 +266,7 @@ def report(
     from inrun.report import write_report
 
     size = write_report(open_run(run), output, examples, estimator)
-    _say(as_json, {"output": str(output), "bytes": size}, f"{output} ({size / 1e6:.1f} MB)")
+    say(as_json, {"output": str(output), "bytes": size}, f"{output} ({size / 1e6:.1f} MB)")
 
 
 @app.command()
@@ -288,10 +294,12 @@ def demo(
     console = Console(stderr=as_json, highlight=False)
     result = run_demo(task.value, out, seed=seed, seeds=seeds, epochs=epochs, console=console)
     if as_json:
-        typer.echo(json.dumps(_clean(result), ensure_ascii=False, indent=1))
+        typer.echo(json.dumps(clean(result), ensure_ascii=False, indent=1))
 
 
 app.command()(plain_errors(bench))
+app.command()(plain_errors(reproduce))
+app.command()(plain_errors(variants))
 
 
 def _scores(saved: SavedRun, by: By, estimator: str | None) -> pd.DataFrame:
@@ -309,22 +317,3 @@ def _cell(x: Any) -> str:
     printable = (c if c.isprintable() else " " for c in str("" if x is None else x)[:2000])
     text = " ".join("".join(printable).split())  # what is in the data never steers the terminal
     return text if len(text) <= 200 else text[:199] + "…"
-
-
-def _say(as_json: bool, data: Any, shown: Any) -> None:
-    """Print for machines or for people."""
-    if as_json:
-        typer.echo(json.dumps(_clean(data), ensure_ascii=False, indent=1))
-    else:
-        Console().print(shown, highlight=False, markup=False, soft_wrap=isinstance(shown, str))
-
-
-def _clean(x: Any) -> Any:
-    """JSON has no NaN: null instead."""
-    if isinstance(x, dict):
-        return {k: _clean(v) for k, v in x.items()}
-    if isinstance(x, list):
-        return [_clean(v) for v in x]
-    if isinstance(x, np.generic):
-        return _clean(x.item())
-    return None if isinstance(x, float) and not math.isfinite(x) else x

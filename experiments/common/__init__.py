@@ -1,0 +1,1 @@
+"""What the experiments share: parts and resuming, models, data, the local game, statistics."""

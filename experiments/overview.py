@@ -1,0 +1,129 @@
+"""The summary table of docs/reproduction: the paper's numbers and ours, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from experiments import load
+from experiments.common.figures import last
+from experiments.efficiency import here
+
+Row = tuple[str, str, str, str, str]  # what, the paper, tangent, secant, SGD
+NONE = "–"
+
+
+def table() -> str:
+    lines = [
+        "| claim | size | the paper | tangent + current (its estimator) | "
+        "secant + midpoint (inrun) | SGD proxy |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, rows in ROWS.items():
+        committed = load(name).committed()
+        if not committed:
+            continue
+        size, summary = last(committed)
+        for what, *cells in rows(summary):
+            lines.append(f"| {what} | {size} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def dependence(summary: dict[str, Any]) -> list[Row]:
+    rows = []
+    for key, c in summary.items():
+        r = c["pearson"]
+        ours = (
+            f"measured by training: {r['across']:.3f} (ceiling SGD {r['ceiling_sgd']:.3f}, AdamW "
+            f"{r['ceiling_adamw']:.3f})"
+        )
+        paper = "0.0579, no ceiling" if key.startswith("along") else NONE
+        what = f"Fig. 1: Pearson, values under SGD / AdamW ({key})"
+        rows.append((what, paper, ours, NONE, NONE))
+    return rows
+
+
+def accumulated(summary: dict[str, Any]) -> list[Row]:
+    found = {s["model"]: s for s in reversed(summary.values())}
+    return [
+        (
+            f"Fig. 2a: Pearson / Spearman with the SGD proxy, one run summed ({model})",
+            "“weak”",
+            *(both(s["pairs"][pair]) for pair in ("tangent / sgd", "sgd / secant")),
+            "1",
+        )
+        for model, s in found.items()
+    ]
+
+
+def fidelity(summary: dict[str, Any]) -> list[Row]:
+    return [
+        (
+            f"Fig. 2b: R with exact Shapley values, steps {c['stage']} ({c['model']})",
+            "0.9992; SGD 0.8434",
+            *(f"{c[e]['R']['mean']:.4f}" for e in ("tangent", "secant", "sgd")),
+        )
+        for c in summary["cells"]
+        if c["stage"] in ("5–19", "100+")
+    ]
+
+
+def rates(summary: dict[str, Any]) -> list[Row]:
+    rows = []
+    for model in dict.fromkeys(c["model"] for c in summary["cells"]):
+        own = [c for c in summary["cells"] if c["model"] == model and c["lr"] <= 1e-3]
+        lowest = (f"{min(c[e]['R'] for c in own):.4f}" for e in ("tangent", "secant", "sgd"))
+        what = f"Fig. 3: lowest R, learning rates 1e-7 to 1e-3, from step 20 on ({model})"
+        rows.append((what, "> 0.96", *lowest))
+    return rows
+
+
+def ghost(summary: dict[str, Any]) -> list[Row]:
+    return [
+        (
+            f"Fig. 2c: R, ghost / fully materialised ({s['model']}, {s['precision']})",
+            "0.999984",
+            f"{s['against']['ghost, same']['R']:.8f}",
+            NONE,
+            NONE,
+        )
+        for s in summary.values()
+    ]
+
+
+def adds_up(summary: dict[str, Any]) -> list[Row]:
+    return [
+        (
+            f"ours: explained, whole run ({c['optimizer']}, {c['lr']:.0e})",
+            NONE,
+            *(f"{c['explained'][e]:.1%}" for e in ("tangent", "secant", "sgd")),
+        )
+        for c in summary.values()
+    ]
+
+
+def efficiency(summary: dict[str, Any]) -> list[Row]:
+    """Without the smoke size: throughput on a small model and a CPU is another question."""
+    rows = []
+    for part in summary.values():
+        found = {r["variant"]: r for r in part["rows"]}
+        if part["model"] == "gpt2":
+            cells = (here(found[v], "ratio") for v in ("tangent", "fast"))
+            what = f"Table 1: share of plain throughput ({found['plain']['mode']})"
+            rows.append((what, "43.9%", *cells, NONE))
+    return rows
+
+
+def both(c: dict[str, float]) -> str:
+    return f"{c['pearson']:.3f} / {c['spearman']:.3f}"
+
+
+ROWS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
+    "optimizer-dependence": dependence,
+    "accumulated": accumulated,
+    "fidelity": fidelity,
+    "learning-rates": rates,
+    "ghost": ghost,
+    "efficiency": efficiency,
+    "adds-up": adds_up,
+}

@@ -1,0 +1,105 @@
+"""What a run keeps: every reply, and the variants of every finished source."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from inrun.store.files import read_json, write_json
+from inrun.variants.client import Reply
+from inrun.variants.files import Journal, Source, VariantsError
+from inrun.variants.prompts import CATEGORIES
+
+
+class Replies:
+    """The cache: replies by the hash of what was asked, in a file that only grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._journal = Journal(path)
+        self._known: dict[str, Reply] = {}
+        try:
+            for row in self._journal.rows:
+                self._known.setdefault(row["key"], Reply(*(row[name] for name in Reply._fields)))
+        except KeyError as error:
+            self.close()
+            raise VariantsError(
+                f"{path} is not a cache of inrun variants (a line has no {error}): name another "
+                "file with --cache"
+            ) from None
+
+    def get(self, key: str) -> Reply | None:
+        return self._known.get(key)
+
+    def add(self, key: str, reply: Reply, **about: Any) -> Reply:
+        """The first reply to a question is the one that counts, now and when it is read again."""
+        if key not in self._known:
+            self._journal.append({"key": key, **about, **reply._asdict()})
+            self._known[key] = reply
+        return self._known[key]
+
+    def close(self) -> None:
+        self._journal.close()
+
+
+class Output:
+    """The file of variants, by source. The settings that it was made with lie beside it."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self.path = path
+        if path.suffix != ".jsonl":
+            raise VariantsError(f"{path}: variants are written as .jsonl")
+        self.rows: dict[int | str, dict[str, Any]] = {}
+        self._journal = Journal(path)
+        try:
+            self._same_settings(path.with_suffix(".settings.json"), settings)
+            for row in self._journal.rows:
+                if not {"id", "z_star", *CATEGORIES} <= {*row}:
+                    raise VariantsError(f"{path}: a line lacks id, z_star or a category: remove it")
+                self.rows[row["id"]] = row  # the last one counts
+        except BaseException:
+            self.close()
+            raise
+
+    def _same_settings(self, file: Path, settings: Mapping[str, Any]) -> None:
+        ours = json.loads(json.dumps(settings))
+        if self._journal.rows:
+            known = read_json(file)
+            if known is None:
+                raise VariantsError(
+                    f"{self.path} was not written by inrun variants ({file.name} is missing): "
+                    "choose another file with -o"
+                )
+            names = sorted(n for n in {*known, *ours} if known.get(n) != ours.get(n))
+            if other := [n for n in names if n != "inrun"]:  # another version may go on
+                then = "; ".join(f"{n} was {known.get(n)}, is {ours.get(n)}" for n in other)
+                raise VariantsError(
+                    f"{self.path} holds variants made with other settings ({then}): choose "
+                    "another file with -o, or use those settings"
+                )
+        else:
+            write_json(file, ours)
+
+    def belongs(self, sources: Iterable[Source]) -> None:
+        for source in sources:
+            row = self.rows.get(source.id)
+            if row is not None and row["z_star"] != source.z_star:
+                raise VariantsError(
+                    f"{self.path} has variants of another text under the id {source.id!r}: choose "
+                    "another file with -o"
+                )
+
+    def add(self, row: dict[str, Any]) -> None:
+        if self.rows.get(row["id"]) != row:
+            self._journal.append(row)
+            self.rows[row["id"]] = row
+
+    def sort(self, sources: Iterable[Source]) -> None:
+        """One line per source, in their order; sources of earlier runs after them."""
+        keys = dict.fromkeys([*(s.id for s in sources), *self.rows])
+        self._journal.rewrite(self.rows[key] for key in keys if key in self.rows)
+
+    def close(self) -> None:
+        self._journal.close()
