@@ -49,6 +49,8 @@ WIDTHS = ((128, 128), (128, 768), (768, 768), (768, 3072), (3072, 768), (3072, 3
 BATCHES = (4, 16, 64)
 DTYPES = {"cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float32)}
 NEAR = 1.1  # a choice is good if it takes at most so many times as long as the better form
+DEVICE = "device time, launches excluded"
+WAIT = 20_000_000  # cycles of a GPU, about 10 ms: longer than the launches of eight layers take
 LIMITS = {  # of one layer's products and per-example numbers, so that the grid ends in time
     ("cpu", torch.float32): (2.5e9, 4e7),
     ("cuda", torch.bfloat16): (3e12, 7e8),
@@ -127,36 +129,38 @@ class Bench:
 
 
 def times(ways: Sequence[Callable[[], None]], device: str, seconds: float) -> list[list[float]]:
-    """Seconds of each way in several rounds of turns: at least five, more while there is time."""
-    for way in ways:
-        way()
-    found: list[list[float]] = [[] for _ in ways]
-    if device == "cuda":
-        for _ in range(2):
-            for way in ways:
-                way()
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        ways[0]()
-        torch.cuda.synchronize()
-        each = len(ways) * max(time.perf_counter() - begun, 1e-4)
-        rounds = int(max(5, min(15, seconds / each)))
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds * len(ways) + 1)]
-        events[0].record()
-        for event, way in zip(events[1:], itertools.cycle(ways), strict=False):
+    """Seconds of each way in several rounds of turns: at least five, more while there is time.
+
+    On a GPU the device is kept waiting until the host has launched everything: what is measured is
+    the work and not the launches. A time for which that failed is NaN.
+    """
+    for _ in range(3 if device == "cuda" else 1):
+        for way in ways:
             way()
-            event.record()
-        torch.cuda.synchronize()
-        for i, (a, b) in enumerate(itertools.pairwise(events)):
-            found[i % len(ways)].append(a.elapsed_time(b) / 1e3)
-        return found
+    found: list[list[float]] = [[] for _ in ways]
     now, begun = clock(), time.perf_counter()
-    while len(found[0]) < 5 or (time.perf_counter() - begun < seconds and len(found[0]) < 50):
+    most = 15 if device == "cuda" else 50
+    while len(found[0]) < 5 or (time.perf_counter() - begun < seconds and len(found[0]) < most):
         for way, mine in zip(ways, found, strict=True):
+            if device == "cuda":
+                mine.append(time_on_gpu(way))
+                continue
             start = now()
             way()
             mine.append(now() - start)
     return found
+
+
+def time_on_gpu(way: Callable[[], None]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(WAIT)
+    start.record()
+    way()
+    end.record()
+    launched_in_time = not start.query()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3 if launched_in_time else float("nan")
 
 
 def clock() -> Callable[[], float]:
@@ -165,7 +169,8 @@ def clock() -> Callable[[], float]:
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
-def measure(layer: cost.Layer, seconds: float) -> dict[str, Any]:
+def measure(layer: cost.Layer, seconds: float) -> dict[str, Any] | None:
+    """Of both forms at one point; None where the host was too slow to keep itself out of it."""
     bench = Bench(layer)
     ways = {
         "ghost": bench.ghost,
@@ -176,6 +181,9 @@ def measure(layer: cost.Layer, seconds: float) -> dict[str, Any]:
         found = times(list(ways.values()), layer.device, seconds)
     out: dict[str, Any] = asdict(layer) | {"dtype": str(layer.dtype).removeprefix("torch.")}
     out["layers"] = bench.count
+    found = [[t for t in x if t == t] for x in found]
+    if not all(found):
+        return None
     out["ms"] = {
         k: 1e3 * statistics.median(x) / bench.count for k, x in zip(ways, found, strict=True)
     }
@@ -363,14 +371,16 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     begun, points = time.perf_counter(), []
     for layer in layers:
         point = measure(layer, whole / len(layers))
-        points.append(point | {"choices": judged(point)})
+        if point is not None:
+            points.append(point | {"choices": judged(point)})
     return {
         "hardware": machine.hardware(device),
         "versions": machine.versions(),
         "commit": machine.commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "note": args.note,
-        "clock": "device events" if device.type == "cuda" else clock().__name__,
+        "clock": DEVICE if device.type == "cuda" else clock().__name__,
+        "left_out": len(layers) - len(points),
         "seconds": round(time.perf_counter() - begun, 1),
         "points": points,
     }

@@ -162,8 +162,58 @@ def test_bitwise_training_is_the_same_up_to_rounding():
 # What is compiled, and when
 
 
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, V)
+
+    def forward(self, x):
+        return self.linear(x.relu())
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(V, 4), Head()
+
+    def forward(self, ids):
+        return self.head(self.embed(ids))
+
+
+@pytest.mark.parametrize("how", ["before", "after", "in place", "function", "submodule"])
+def test_graphs_go_to_the_backend_the_user_chose(how):
+    """Another one may not even be there: inductor needs a compiler."""
+    seen = []
+
+    def own(gm, inputs):
+        seen.append(gm)
+        return gm.forward
+
+    model = Small()
+    compiled = model
+    if how in ("before", "after"):
+        compiled = torch.compile(model, backend=own)
+    elif how == "in place":
+        model.compile(backend=own)
+    elif how == "submodule":
+        model.head.compile(backend=own)
+    watched = compiled if how == "before" else model
+    step = torch.compile(next_token, backend=own) if how == "function" else next_token
+
+    def loss(m, ids):
+        seen.clear()
+        return step(m, ids)
+
+    optimizer = torch.optim.AdamW(watched.parameters(), lr=1e-3)
+    with inrun.watch(watched, optimizer, validation=[VALIDATION], loss=next_token) as run:
+        with run.batch(range(6)):
+            loss(compiled, DATA[:6]).backward()
+        assert seen, "the training graph came to the user's backend"
+        optimizer.step()
+
+
 def test_compiled_after_watching():
-    first = GPT()
+    first = GPT(layers=1)
     plain = trained(copy.deepcopy(first))
     model = copy.deepcopy(first)
     run = trained(model, call=eager(model))
@@ -172,7 +222,7 @@ def test_compiled_after_watching():
 
 
 def test_compiled_in_place():
-    model = GPT()
+    model = GPT(layers=1)
     plain = trained(copy.deepcopy(model))
     model.compile(backend="eager")
     run = trained(model)
@@ -182,7 +232,7 @@ def test_compiled_in_place():
 
 
 def test_a_compiled_function_that_calls_the_model():
-    model = GPT()
+    model = GPT(layers=1)
     plain = trained(copy.deepcopy(model))
 
     @torch.compile(backend="eager")
@@ -195,7 +245,7 @@ def test_a_compiled_function_that_calls_the_model():
 
 
 def test_only_some_submodules_are_compiled():
-    model = GPT()
+    model = GPT(layers=1)
     plain = trained(copy.deepcopy(model))
     for layer in model.layers:
         layer.compile(backend="eager")
@@ -205,7 +255,7 @@ def test_only_some_submodules_are_compiled():
 
 
 def test_submodules_replaced_by_compiled_ones():
-    model = GPT()
+    model = GPT(layers=1)
     plain = trained(copy.deepcopy(model))
     model.layers[0].mlp = eager(model.layers[0].mlp)
     run = trained(model)
@@ -310,7 +360,6 @@ class Scheduled(Derived):
         self.register_buffer("temperature", torch.ones(()))
 
     def forward(self, ids):
-        self.function = lambda x, w: x * (w * (self.temperature * 2).exp())
         return self.head(self.embed(ids) * (self.w * self.temperature))
 
 
@@ -327,6 +376,53 @@ def test_buffers_that_change_between_steps():
                 optimizer.step()
                 optimizer.zero_grad()
                 module.temperature.mul_(0.5)
+        return run
+
+    first = Scheduled()
+    one, two = copy.deepcopy(first), copy.deepcopy(first)
+    assert_same(loop(one, one), loop(eager(two), two))
+
+
+class Annealed(Derived):
+    """The same, given from outside: a tensor that holds one number."""
+
+    def forward(self, ids, gate=None):
+        w = self.w if gate is None else self.w * gate
+        return self.head(self.embed(ids) * w)
+
+
+@pytest.mark.filterwarnings("ignore:inrun cannot score inside this compiled graph")
+def test_a_number_that_is_given_anew_in_each_step():
+    def loop(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with inrun.watch(
+            model, optimizer, validation=[VALIDATION], loss=next_token, audit_every=0
+        ) as run:
+            for step in range(4):
+                with run.batch(ids := rows_of(step)):
+                    out = model(DATA[ids], torch.tensor(0.5**step))
+                    F.cross_entropy(out.flatten(0, 1), DATA[ids].flatten()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return run
+
+    first = Annealed(None)
+    assert_same(loop(copy.deepcopy(first)), loop(eager(copy.deepcopy(first))))
+
+
+@pytest.mark.filterwarnings("ignore:inrun cannot score inside this compiled graph")
+def test_a_buffer_that_is_replaced_between_steps():
+    def loop(model, module):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with inrun.watch(
+            model, optimizer, validation=[VALIDATION], loss=next_token, audit_every=0
+        ) as run:
+            for step in range(4):
+                with run.batch(ids := rows_of(step)):
+                    next_token(model, DATA[ids]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                module.temperature = module.temperature * 0.5
         return run
 
     first = Scheduled()

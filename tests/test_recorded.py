@@ -81,7 +81,9 @@ class Weighted:
 
 
 @pytest.mark.parametrize(
-    "held", [torch.ones(2), [1.0], {"a": 1}, Weighted(), (1, 2), {1}, torch.optim.SGD], ids=repr
+    "held",
+    [torch.ones(2), [1.0], {"a": 1}, Weighted(), (1, 2), {1}, torch.optim.SGD],
+    ids=lambda x: getattr(x, "__name__", type(x).__name__),
 )
 def test_what_is_held_in_a_closure(held):
     """Things whose inside may change unseen are not followed; a class is as fixed as a module."""

@@ -1,13 +1,7 @@
 """Watches the operations of a forward pass in which parameters meet examples.
 
-A ``TorchFunctionMode`` sees every call while a batch is open. Each tensor is one of
-
-* *batched*: made of the batch's data; a ``Layout`` says where its examples are;
-* *parametric*: a watched parameter or made of parameters alone (a ``Node``);
-* *unknown*: made of the data, but the examples are no longer apart in it (a loss);
-* *outside*: brought along by the loop, of another size (a whole dataset): what is cut out of it
-  may be the batch;
-* *constant*: everything else: the model's own tensors and what is made of nothing.
+A ``TorchFunctionMode`` sees every call while a batch is open, and follows what each tensor is made
+of (provenance.py).
 
 Where a parametric tensor meets a batched one, the output is tapped: an identity in the autograd
 graph whose backward receives δ and keeps a record per parametric operand. The model's own
@@ -18,7 +12,6 @@ per-example gradients of a weight are formed anyway, its gradient is their sum
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,44 +19,31 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import skip_code
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._pytree import tree_flatten
 
 from inrun.arguments import flatten
-from inrun.compiled import Backend, backend_of
-from inrun.errors import nothing_recorded, random_parameter, refusal
-from inrun.follow import follow, written
-from inrun.layout import Layout, in_place, name_of, tensors_in
+from inrun.compiled import Backend
+from inrun.errors import nothing_recorded, refusal
+from inrun.layout import Layout, name_of, tensors_in
 from inrun.meeting import has_pure_form, operate, prepare, summed_leaves
 from inrun.nodes import Node
 from inrun.ops import Call, Form, Record, op_rule, replay
+from inrun.provenance import CONSTANT, OUTSIDE, UNKNOWN, Provenance
 from inrun.tap import (
-    Known,
     MicroBatch,
     Tap,
     Tapped,
     composite,
-    own_tensors,
     put,
     saved_tensors_hooks,
-    storage_key,
     tapped,
 )
 
-
-class _Kind:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-CONSTANT, UNKNOWN, OUTSIDE = _Kind("constant"), _Kind("unknown"), _Kind("outside")
-_COLLATED = ("stack", "cat", "concat", "concatenate", "vstack", "pad_sequence")
-_RANDOM = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
-           "feature_alpha_dropout", "bernoulli", "rrelu", "gumbel_softmax")  # fmt: skip
 _PASS = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
-class Capture:
+class Capture(Provenance):
     """The mode, what it has recorded, and the hooks that keep it alive during recomputation.
 
     Args:
@@ -91,37 +71,23 @@ class Capture:
         check_memory: Callable[[int], None] = lambda new: None,
         on_first_gradient: Callable[[], None] = lambda: None,
     ) -> None:
-        self.model, self.modules = model, list(model.modules())
-        self.watch(params)
-        self.batch_dim, self.form, self.offload = batch_dim, form, offload
+        super().__init__(list(model.modules()), params, batch_dim)
+        self.model, self.form, self.offload = model, form, offload
         self.fast, self.probe = fast, probe
         self.check_memory, self.on_first_gradient = check_memory, on_first_gradient
         self.coverage: dict[str, set[tuple[str, str]]] = {}
-        self.live: MicroBatch | None = None
         self.trigger = torch.zeros((), requires_grad=True)  # puts taps into the graph
         self.tap: Callable[..., Tensor] = Tap.apply
         self.calls, self.opened = 0, list[int]()  # calls seen, and composite ones among them
-        self._eager_only, self._backend = False, Backend(self, backend_of(model))
+        self._eager_only, self._backend = False, Backend(self)
         self._mode = _Mode(self)
-        self._info = Known()
-        self._by_storage: dict[Any, Layout] = {}
-        self._constants: set[int] | None = None  # the model's own tensors
-        self._shapes: list[tuple[int, ...]] = []
-        self._reentered = threading.local()
         self._hooks: list[Any] = []
-
-    def watch(self, params: Mapping[str, Tensor]) -> None:
-        """The parameters to score, from the next batch on."""
-        self.nodes = {id(p): Node.parameter(name, p) for name, p in params.items()}
-        self.watched = frozenset(params)
-        self._followed: dict[Any, Layout | None] = {}
 
     @contextmanager
     def batch(self, B: int) -> Iterator[MicroBatch]:
         """Record the operations run inside, for B examples."""
         self.live = MicroBatch(B)
-        self._shapes = []
-        self._constants = None
+        self._forget_tensors()
         try:
             with self._stance(), self._mode:
                 yield self.live
@@ -134,14 +100,16 @@ class Capture:
             for handle in self._hooks:
                 handle.remove()
             self._hooks = []
-            self._info = Known()
-            self._by_storage = {}
+            self._forget_tensors()
 
     def _stance(self) -> Any:
         """What is compiled goes through our backend, or runs eagerly where it cannot."""
         if self._eager_only:
             return torch.compiler.set_stance("force_eager")
         return torch.compiler.set_stance("default", force_backend=self._backend)
+
+    def close(self) -> None:
+        self._backend.close()
 
     # For compiled graphs (compiled.py)
 
@@ -215,116 +183,6 @@ class Capture:
             for t in tensors_in(out):
                 self._info[t] = self._classify(t) if outside else CONSTANT
         return out
-
-    def _find(self, t: Tensor) -> Any:
-        info = self._info.get(t)
-        if info is None:
-            node = self.nodes.get(id(t))
-            mine = node is not None and node.param is t
-            info = self._info[t] = node if mine else self._classify(t)
-        return info
-
-    def _classify(self, t: Tensor) -> Layout | _Kind:
-        """A tensor from outside: the batch's data, unless it belongs to the model."""
-        assert self.live is not None
-        if self._constants is None:
-            self._constants = own_tensors(self.modules)
-        if id(t) in self._constants:
-            return CONSTANT
-        if getattr(self._reentered, "by", None):
-            known = self._by_storage.get(storage_key(t))
-            if known is not None:
-                return known
-        if t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B:
-            return Layout(self.batch_dim, guessed=True)
-        if t.ndim == 0:
-            return CONSTANT
-        self._shapes.append(tuple(t.shape))
-        return UNKNOWN if t.requires_grad and not t.is_leaf else OUTSIDE
-
-    def _layout(self, t: Any) -> Layout | None:
-        info = self._find(t) if isinstance(t, Tensor) else None
-        return info if type(info) is Layout else None
-
-    def _note_batched(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        assert self.live is not None
-        name = name_of(func)
-        if name == "setitem":
-            self._note_written(*args)
-        for t in tensors_in(out):
-            if name.startswith("new_") or self._only_converted(name, args):
-                self._info[t] = CONSTANT
-            elif name in _COLLATED and self._collated(t, args, kwargs):
-                self._remember(t, Layout(self.batch_dim, guessed=True))
-            else:
-                self._remember(t, self._follow(func, args, kwargs, t))
-
-    def _follow(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Layout | None:
-        """Where the examples are in the output; the same calls come back at every step."""
-        assert self.live is not None
-        key: list[Any] = [func, self.live.B, out.shape]
-        for x in (*args, *kwargs, *kwargs.values()):
-            if isinstance(x, Tensor):
-                info = self._find(x)
-                key += (info if type(info) is Layout else None, x.shape)
-            elif isinstance(x, (list, tuple, dict)) and tensors_in(x):
-                return follow(func, args, kwargs, out, self._layout, self.live.B)
-            else:
-                key.append(tuple(x) if type(x) is list else x)
-        try:
-            return self._followed[tuple(key)]
-        except KeyError:
-            if len(self._followed) > 10_000:
-                self._followed.clear()
-            layout = follow(func, args, kwargs, out, self._layout, self.live.B)
-            self._followed[tuple(key)] = layout
-            return layout
-        except TypeError:  # a slice, say
-            return follow(func, args, kwargs, out, self._layout, self.live.B)
-
-    def _only_converted(self, name: str, args: Any) -> bool:
-        """``positions.type_as(x)``: a constant stays one."""
-        return name in ("to", "type_as") and bool(args) and self._find(args[0]) is CONSTANT
-
-    def _collated(self, t: Tensor, args: Any, kwargs: Any) -> bool:
-        """Rows put together inside the block: where one row came from says nothing of the whole."""
-        assert self.live is not None
-        layouts = [self._layout(x) for x in tensors_in(args, kwargs)]
-        if not all(x is None or x.guessed for x in layouts):
-            return False
-        return t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B
-
-    def _note_written(self, target: Tensor, index: Any, value: Any) -> None:
-        """``target[index] = value``: a target without examples takes the value's."""
-        assert self.live is not None
-        found = self._layout(value)
-        if self._layout(target) is None:
-            self._remember(
-                target,
-                None if found is None else written(target, index, value, found, self.live.B),
-            )
-
-    def _remember(self, t: Tensor, layout: Layout | None) -> None:
-        self._info[t] = layout or UNKNOWN
-        if layout is not None and t.is_floating_point():
-            self._by_storage[storage_key(t)] = layout
-
-    def _note_parametric(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        if name_of(func) in _RANDOM and out is not args[0] and _is_random(args, kwargs):
-            raise random_parameter(name_of(func), self._find(args[0]).roots)
-        leaves, spec = flatten(args, kwargs)
-        infos = [self._find(x) if isinstance(x, Tensor) else None for x in leaves]
-        same = [id(x) for x in leaves]
-        nodes = [n if type(n) is Node else x for x, n in zip(leaves, infos, strict=True)]
-        for i, t in enumerate(tree_flatten(out)[0]):
-            if not isinstance(t, Tensor) or (id(t) in same and not in_place(func)):
-                continue  # ``W.to(same type)`` is W
-            index = None if isinstance(out, Tensor) else i
-            self._info[t] = (
-                Node.derived(func, nodes, spec, index, name_of(func))
-                if t.requires_grad
-                else CONSTANT
-            )
 
     def _meet(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A parametric tensor meets the examples: run the operation and tap its output."""
@@ -442,22 +300,20 @@ class Capture:
 class _Mode(TorchFunctionMode):
     def __init__(self, capture: Capture) -> None:
         super().__init__()
-        self.capture, self.paused = capture, False
+        self.paused = False
+        # Where torch.compile starts in the middle of eager code, our own is no part of a graph.
+        self.follow = torch._dynamo.disable(capture.call)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # torch.compile traces through here; its graph comes to us by another way (compiled.py)
         if torch.compiler.is_dynamo_compiling() or self.paused:
             return func(*args, **(kwargs or {}))
-        return self.capture.call(func, args, kwargs or {})
+        return self.follow(func, args, kwargs or {})
+
+
+skip_code(_Mode.__torch_function__.__code__)
 
 
 class _Nothing:
     def remove(self) -> None:
         """There is nothing to remove."""
-
-
-def _is_random(args: Any, kwargs: Any) -> bool:
-    """``dropout(x, p, training)`` does nothing when it is not training or p is 0."""
-    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-    return bool(training) and p != 0

@@ -75,6 +75,12 @@ def pull_back(node: Node, rows: Tensor) -> dict[str, Tensor]:
     return {k: torch.stack(g) for k, g in zip(inputs, zip(*grads, strict=True), strict=True)}
 
 
+def value(node: Node) -> Tensor:
+    """The node's tensor, from the parameters as they are now."""
+    with torch.no_grad():
+        return _evaluate(node, _parameters(node), {})
+
+
 def _parameters(node: Node) -> dict[str, Tensor]:
     if node.param is not None:
         return {node.name: node.param.detach()}

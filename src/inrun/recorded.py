@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 Pass = Callable[[Any], tuple[Tensor, list[Tensor]]]
 _BEFORE = 2  # usual passes before one is recorded: everything is compiled and warm by then
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
-_FIXED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type, nn.Module)
 
 
 @dataclass
@@ -50,12 +49,13 @@ class Recorder:
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if not weights[0].is_cuda or self.state_of_loss is None:
             return compute(batch)
-        if not all(x.is_cuda for x in tensors):
+        state = self.state_of_loss()
+        if state is None or not all(x.is_cuda for x in tensors):
             return compute(batch)
         others = [x for x in leaves if not isinstance(x, Tensor)]
         key = (
             str(spec), repr(others), tuple((x.shape, x.dtype) for x in tensors), context,
-            tuple(w.data_ptr() for w in weights), self.state_of_loss(), attributes(modules),
+            tuple(w.data_ptr() for w in weights), state, attributes(modules),
         )  # fmt: skip
         recording = self._recordings.get(key)
         if recording is None:
@@ -70,6 +70,9 @@ class Recorder:
             mine.copy_(given, non_blocking=True)
         recording.graph.replay()
         return recording.result
+
+    def close(self) -> None:
+        self._recordings, self._pool = {}, None
 
     def _record(self, compute: Pass, leaves: Sequence[Any], spec: Any) -> _Recording | None:
         static = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
@@ -87,23 +90,66 @@ class Recorder:
 
 
 def attributes(modules: Sequence[nn.Module]) -> int:
-    """A fingerprint of the plain attributes of modules."""
-    plain = [x for m in modules for x in vars(m).values() if type(x) in _PLAIN]
-    return hash(tuple(plain))
+    """A fingerprint of the plain attributes of modules, and of containers of such."""
+    found: list[Any] = []
+    for i, module in enumerate(modules):
+        for name, x in vars(module).items():
+            if type(x) in _PLAIN:
+                found.append((i, name, type(x), x))
+            elif type(x) in (tuple, list, dict, set) and len(x) <= 64:
+                found.append((i, name, repr(x)))
+    return hash(tuple(found))
 
 
-def referred(loss: Callable[..., Any]) -> Callable[[], tuple[Any, ...]] | None:
-    """What a function refers to outside its arguments, to be read again; None where that is more
-    than plain values, modules, classes and functions."""
-    if not isinstance(loss, types.FunctionType):
-        return None
-    code, space = loss.__code__, loss.__globals__
-    names = [n for n in code.co_names if n in space]
-    cells = loss.__closure__ or ()
-    defaults = (*(loss.__defaults__ or ()), *(loss.__kwdefaults__ or {}).values())
+def referred(loss: Callable[..., Any]) -> Callable[[], tuple[Any, ...] | None] | None:
+    """What a function refers to outside its arguments, to be read again before each replay.
 
-    def read() -> tuple[Any, ...]:
-        found = [space.get(n) for n in names] + [c.cell_contents for c in cells]
-        return tuple(x for x in (*found, *defaults) if not isinstance(x, _FIXED))
+    None, or later a reading of None: that is more than plain values, torch's own functions and
+    classes, and functions of which the same is true.
+    """
 
-    return read if all(type(x) in _PLAIN for x in read()) else None
+    def read() -> tuple[Any, ...] | None:
+        found: list[Any] = []
+        return tuple(found) if _read(loss, found, set()) else None
+
+    return read if read() is not None else None
+
+
+def _read(function: Any, found: list[Any], seen: set[int]) -> bool:
+    if not isinstance(function, types.FunctionType):
+        return False
+    if id(function) in seen:
+        return True
+    seen.add(id(function))
+    try:
+        cells = [c.cell_contents for c in function.__closure__ or ()]
+    except ValueError:  # not filled yet
+        return False
+    names = _names(function.__code__)
+    space = function.__globals__
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    for x in (*(space[n] for n in names if n in space), *cells, *defaults):
+        if type(x) in _PLAIN:
+            found.append(x)
+        elif isinstance(x, nn.Module):
+            found.append(attributes(list(x.modules())))
+        elif not _fixed(x) and not _read(x, found, seen):
+            return False
+    return True
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """Names that the code and functions inside it look up."""
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return [*code.co_names, *(n for c in inner for n in _names(c))]
+
+
+def _fixed(x: Any) -> bool:
+    """Part of torch or of Python itself."""
+    if isinstance(x, types.ModuleType):
+        name = x.__name__
+    elif isinstance(x, (type, types.FunctionType, types.BuiltinFunctionType)):
+        name = x.__module__ or "builtins"
+    else:
+        return False
+    return name.split(".")[0] in ("torch", "builtins", "math", "typing", "collections")

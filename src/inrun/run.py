@@ -248,7 +248,11 @@ class Run(Summary, Tables):
             self._hooks = []
             _WATCHED.pop(self.model, None)
             _WATCHED.pop(self.optimizer, None)
+            self._settle()
             self._forget()
+            self._capture.close()
+            self._validator.close()
+            self._scorer.close()
         self._ledger.close()
         self.tally.close()
 

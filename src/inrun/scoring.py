@@ -63,6 +63,9 @@ class Scorer:
         self._static = Static()
         self._verified = False
 
+    def close(self) -> None:
+        self._static = Static()
+
     def score(
         self, step: int, micros: list[MicroBatch], ids: np.ndarray, audit: bool,
         check: Check | None,

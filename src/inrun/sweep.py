@@ -47,6 +47,10 @@ class Sweep:
         self._capture: Capture | None = None
         self._counted = Known()
 
+    def close(self) -> None:
+        if self._capture is not None:
+            self._capture.close()
+
     def join(self, drawn: Sequence[Sequence[Any]]) -> list[int] | None:
         """The rows of each target in the joined batch; None where they do not fit together."""
         if not self.allowed or len(drawn) < 2:
@@ -63,18 +67,17 @@ class Sweep:
         return sizes if len(kinds) == 1 and len(weights) == 1 else None
 
     def _weights(self, batch: Any, rows: int) -> Any:
-        """How much counts in each row on average: ignored labels, and masks of zeros and ones."""
+        """How much counts in each row on average: ignored labels, masks of zeros and ones, weights
+        of rows; and numbers that stand for the whole batch."""
         found = []
         for x in tree_flatten(batch)[0]:
-            if not isinstance(x, Tensor) or x.ndim < 2 or x.is_floating_point() or not x.numel():
+            if not isinstance(x, Tensor) or not x.numel() or (x.is_floating_point() and x.ndim > 1):
                 continue
             known = self._counted.get(x)
             if known is None or known[0] != x._version:  # asking a tensor on a GPU takes a while
-                ignored = float((x == -100).sum())
-                mask = x.dtype == torch.bool or (int(x.min()) >= 0 and int(x.max()) <= 1)
-                known = x._version, ignored, float(x.sum()) if mask else None
+                known = x._version, _counts(x, rows)
                 self._counted[x] = known
-            found.append((known[1] / rows, None if known[2] is None else known[2] / rows))
+            found.append(known[1])
         return tuple(found)
 
     def verify(
@@ -163,3 +166,13 @@ def _kind(batch: Any) -> Any:
     return str(spec), tuple(
         (tuple(x.shape[1:]), x.ndim, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves
     )
+
+
+def _counts(x: Tensor, rows: int) -> tuple[float | None, ...]:
+    if x.ndim == 0:
+        return (float(x),)
+    if x.is_floating_point():
+        return (float(x.sum()) / rows,)
+    ignored = float((x == -100).sum()) / rows
+    mask = x.dtype == torch.bool or (x.ndim > 1 and int(x.min()) >= 0 and int(x.max()) <= 1)
+    return ignored, float(x.sum()) / rows if mask else None

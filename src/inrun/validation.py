@@ -228,6 +228,11 @@ class Validator:
             for m, training in modes:
                 m.training = training
 
+    def close(self) -> None:
+        """Let go of device memory and of the model."""
+        self._recorder.close()
+        self._sweep.close()
+
     def state_dict(self) -> dict[str, Any]:
         return {t.name: t.state_dict() for t in self.targets}
 

@@ -41,15 +41,16 @@ class Rates:
     dense: float
 
 
-# cpu: fitted by benchmarks/cost_model.py --fit to the time of a layer in both forms over a grid of
-# shapes (T from 1 to 1024, widths from 128 to 3072, B from 4 to 64), float32, one thread of a Xeon:
-# benchmarks/results/cost_model-cpu.json. cuda: estimates for an H200, not yet fitted; False for
-# types of 4 bytes and more, True for 2. "bytes" is what such passes reach, not what the memory
-# could do at best. Only ratios of these numbers matter, so other devices of a kind use them too.
+# Fitted by benchmarks/cost_model.py --fit to the time of a layer in both forms over many shapes
+# (T from 1 to 1024, widths from 128 to 3072, B from 4 to 64). cpu: float32, one thread of a Xeon,
+# benchmarks/results/cost_model-cpu.json. cuda: an H200, False for types of 4 bytes and more, True
+# for 2. Provisional: of a first run (cost_model-h200.json) only the 42 and 24 largest shapes count,
+# the others had waited for the host's launches. "bytes" is what such passes reach. Only ratios of
+# these numbers matter, so other devices of a kind use them too.
 RATES = {
     ("cpu", False): Rates(6.6e10, 6.4e10, 1.6e10, 7.6e-5, 4.0e-5),
-    ("cuda", False): Rates(2.4e13, 2.2e13, 3.3e12, 3e-5, 3e-5),
-    ("cuda", True): Rates(3.3e14, 2.0e14, 3.3e12, 3e-5, 3e-5),
+    ("cuda", False): Rates(2.7e13, 2.8e13, 3.8e12, 8.3e-5, 4.5e-5),
+    ("cuda", True): Rates(5.5e14, 6.2e14, 2.7e12, 5.6e-5, 0.0),
 }
 MEMORY = 3  # a form that keeps more than so many times the numbers of the other is not taken
 

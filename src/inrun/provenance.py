@@ -1,0 +1,184 @@
+"""What each tensor of a forward pass is made of, as far as it matters for scoring.
+
+A tensor is one of
+
+* *batched*: made of the batch's data; a ``Layout`` says where its examples are;
+* *parametric*: a watched parameter or made of parameters alone (a ``Node``);
+* *unknown*: made of the data, but the examples are no longer apart in it (a loss);
+* *outside*: brought along by the loop, of another size (a whole dataset): what is cut out of it
+  may be the batch;
+* *constant*: everything else: the model's own tensors and what is made of nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from inrun.arguments import flatten
+from inrun.errors import random_parameter
+from inrun.follow import follow, written
+from inrun.layout import Layout, in_place, name_of, tensors_in
+from inrun.nodes import Node
+from inrun.tap import Known, MicroBatch, own_tensors, storage_key
+
+
+class _Kind:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+CONSTANT, UNKNOWN, OUTSIDE = _Kind("constant"), _Kind("unknown"), _Kind("outside")
+_COLLATED = ("stack", "cat", "concat", "concatenate", "vstack", "pad_sequence")
+_RANDOM = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
+           "feature_alpha_dropout", "bernoulli", "rrelu", "gumbel_softmax")  # fmt: skip
+
+
+class Provenance:
+    """Remembers it for the tensors of one batch."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], params: Mapping[str, Tensor], batch_dim: int
+    ) -> None:
+        self.modules, self.batch_dim = modules, batch_dim
+        self.live: MicroBatch | None = None
+        self._reentered = threading.local()
+        self.watch(params)
+        self._forget_tensors()
+
+    def _forget_tensors(self) -> None:
+        self._info = Known()
+        self._by_storage: dict[Any, Layout] = {}
+        self._constants: set[int] | None = None  # the model's own tensors
+        self._shapes: list[tuple[int, ...]] = []
+
+    def watch(self, params: Mapping[str, Tensor]) -> None:
+        """The parameters to score, from the next batch on."""
+        self.nodes = {id(p): Node.parameter(name, p) for name, p in params.items()}
+        self.watched = frozenset(params)
+        self._followed: dict[Any, Layout | None] = {}
+
+    def owns(self, t: Tensor) -> bool:
+        """Is it one of the model's own tensors?"""
+        if self._constants is None:
+            self._constants = own_tensors(self.modules)
+        return id(t) in self._constants
+
+    def _find(self, t: Tensor) -> Any:
+        info = self._info.get(t)
+        if info is None:
+            node = self.nodes.get(id(t))
+            mine = node is not None and node.param is t
+            info = self._info[t] = node if mine else self._classify(t)
+        return info
+
+    def _classify(self, t: Tensor) -> Layout | _Kind:
+        """A tensor from outside: the batch's data, unless it belongs to the model."""
+        assert self.live is not None
+        if self.owns(t):
+            return CONSTANT
+        if getattr(self._reentered, "by", None):
+            known = self._by_storage.get(storage_key(t))
+            if known is not None:
+                return known
+        if t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B:
+            return Layout(self.batch_dim, guessed=True)
+        if t.ndim == 0:
+            return CONSTANT
+        self._shapes.append(tuple(t.shape))
+        return UNKNOWN if t.requires_grad and not t.is_leaf else OUTSIDE
+
+    def _layout(self, t: Any) -> Layout | None:
+        info = self._find(t) if isinstance(t, Tensor) else None
+        return info if type(info) is Layout else None
+
+    def _note_batched(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        assert self.live is not None
+        name = name_of(func)
+        if name == "setitem":
+            self._note_written(*args)
+        for t in tensors_in(out):
+            if name.startswith("new_") or self._only_converted(name, args):
+                self._info[t] = CONSTANT
+            elif name in _COLLATED and self._collated(t, args, kwargs):
+                self._remember(t, Layout(self.batch_dim, guessed=True))
+            else:
+                self._remember(t, self._follow(func, args, kwargs, t))
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Layout | None:
+        """Where the examples are in the output; the same calls come back at every step."""
+        assert self.live is not None
+        key: list[Any] = [func, self.live.B, out.shape]
+        for x in (*args, *kwargs, *kwargs.values()):
+            if isinstance(x, Tensor):
+                info = self._find(x)
+                key += (info if type(info) is Layout else None, x.shape)
+            elif isinstance(x, (list, tuple, dict)) and tensors_in(x):
+                return follow(func, args, kwargs, out, self._layout, self.live.B)
+            else:
+                key.append(tuple(x) if type(x) is list else x)
+        try:
+            return self._followed[tuple(key)]
+        except KeyError:
+            if len(self._followed) > 10_000:
+                self._followed.clear()
+            layout = follow(func, args, kwargs, out, self._layout, self.live.B)
+            self._followed[tuple(key)] = layout
+            return layout
+        except TypeError:  # a slice, say
+            return follow(func, args, kwargs, out, self._layout, self.live.B)
+
+    def _only_converted(self, name: str, args: Any) -> bool:
+        """``positions.type_as(x)``: a constant stays one."""
+        return name in ("to", "type_as") and bool(args) and self._find(args[0]) is CONSTANT
+
+    def _collated(self, t: Tensor, args: Any, kwargs: Any) -> bool:
+        """Rows put together inside the block: where one row came from says nothing of the whole."""
+        assert self.live is not None
+        layouts = [self._layout(x) for x in tensors_in(args, kwargs)]
+        if not all(x is None or x.guessed for x in layouts):
+            return False
+        return t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B
+
+    def _note_written(self, target: Tensor, index: Any, value: Any) -> None:
+        """``target[index] = value``: a target without examples takes the value's."""
+        assert self.live is not None
+        found = self._layout(value)
+        if self._layout(target) is None:
+            self._remember(
+                target,
+                None if found is None else written(target, index, value, found, self.live.B),
+            )
+
+    def _remember(self, t: Tensor, layout: Layout | None) -> None:
+        self._info[t] = layout or UNKNOWN
+        if layout is not None and t.is_floating_point():
+            self._by_storage[storage_key(t)] = layout
+
+    def _note_parametric(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if name_of(func) in _RANDOM and out is not args[0] and _is_random(args, kwargs):
+            raise random_parameter(name_of(func), self._find(args[0]).roots)
+        leaves, spec = flatten(args, kwargs)
+        infos = [self._find(x) if isinstance(x, Tensor) else None for x in leaves]
+        same = [id(x) for x in leaves]
+        nodes = [n if type(n) is Node else x for x, n in zip(leaves, infos, strict=True)]
+        for i, t in enumerate(tree_flatten(out)[0]):
+            if not isinstance(t, Tensor) or (id(t) in same and not in_place(func)):
+                continue  # ``W.to(same type)`` is W
+            index = None if isinstance(out, Tensor) else i
+            self._info[t] = (
+                Node.derived(func, nodes, spec, index, name_of(func))
+                if t.requires_grad
+                else CONSTANT
+            )
+
+
+def _is_random(args: Any, kwargs: Any) -> bool:
+    """``dropout(x, p, training)`` does nothing when it is not training or p is 0."""
+    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    return bool(training) and p != 0
