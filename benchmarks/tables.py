@@ -255,7 +255,7 @@ def verified() -> str:
     options = runs[0][1]["options"]
     return (
         f"{options['model']}, batch {options['batch']} × {options['length']}, {options['dtype']}: "
-        f"Pearson R {R:.4f}, relative error {error:.1%} against the same step in float64."
+        f"Pearson R {R:.5f}, relative error {error:.1%} against the same step in float64."
     )
 
 

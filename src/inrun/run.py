@@ -88,14 +88,16 @@ def watch(
         point: where the validation gradient is taken: "midpoint", "current" or "gauss2" (two
             points, twice the cost); None is midpoint for secant and current for the others.
         training: "bitwise" leaves the training as it is without inrun, bit for bit; "fast" forms
-            weight gradients as sums of per-example gradients, the same up to rounding.
+            weight gradients as sums of per-example gradients, the same up to rounding. What is
+            compiled by ``torch.compile`` is the same up to rounding in any case.
         audit_every: measure the validation losses before, without and with the batch every so
             many steps; 0 never.
         per_step: validation batches per step and target; their losses are averaged.
         every: score a random one in so many steps, weighted by it.
         ignore: names of parameters to leave out.
         batch_dim: the dimension of the examples in the model's inputs (1 for sequence-first).
-        form: force "ghost" or "materialise" where an operation has both; "auto" keeps the smaller.
+        form: force "ghost" or "materialise" where an operation has both; "auto" takes the cheaper
+            (docs/costs.md).
         chunk: rows of a validation batch to process at a time (right for losses that are means
             over rows); chosen by itself when a GPU runs out of memory.
         offload: keep what is captured in host memory until the step.
