@@ -193,7 +193,8 @@ def test_memory_does_not_grow():
     at_50 = tensors()
     for t in range(50, 500):
         step(t)
-    assert tensors() == at_50
+    count, size = tensors()  # fewer where another test's were still being let go of
+    assert count <= at_50[0] and size <= at_50[1]
 
 
 def test_random_states_survive_the_validation_loss():

@@ -82,16 +82,26 @@ class Tapped:
             raise refusal(call, [delta], str(e)) from None
 
     def totals(
-        self, call: Call, pairs: Sequence[tuple[Node, Record]],
-        add: Callable[[Tensor], Tensor] = lambda x: x.sum(0, dtype=wide_type(x.dtype)),
-    ) -> list[Tensor]:  # fmt: skip
+        self,
+        call: Call,
+        pairs: Sequence[tuple[Node, Record]],
+        add: Callable[[Tensor], Tensor] | None = None,
+    ) -> list[Tensor]:
         """Σ_i g_i of the summed leaves, in at least float32."""
         found = []
         for leaf in self.summed:
             rows = [record.rows() for node, record in pairs if node is call.nodes[leaf]]
-            parts = [add(x) for x in rows]
+            parts = [(add or added)(x) for x in rows]
             found.append(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
         return found
+
+
+def added(rows: Tensor) -> Tensor:
+    """Σ_i rows_i. On a CPU as a product with ones, which takes half the time of the sum."""
+    dtype = wide_type(rows.dtype)
+    if rows.is_cuda or rows.ndim < 3 or rows.dtype != dtype:
+        return rows.sum(0, dtype=dtype)
+    return (rows.new_ones(len(rows)) @ rows.reshape(len(rows), -1)).view(rows.shape[1:])
 
 
 class Tap(torch.autograd.Function):
