@@ -192,9 +192,10 @@ class Scorer:
     ) -> dict[float | None, Gradients]:
         """The targets' gradients at every point that an estimator asks for."""
         gradients: dict[float | None, Gradients] = {}
-        for x in dict.fromkeys(x for e in self.estimators for x in POINTS[e.point]):
+        points = list(dict.fromkeys(x for e in self.estimators for x in POINTS[e.point]))
+        for x in points:
             with path.weights(x), stage("validation"):
-                gradients[x] = self.validator.gradients(group, params)
+                gradients[x] = self.validator.gradients(group, params, len(points) > 1)
         return gradients
 
     def _moved(self) -> list[Moved]:

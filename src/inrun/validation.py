@@ -109,12 +109,19 @@ class Validator:
     def _joined_loss(self) -> Tensor:
         return self._loss(0, joined([b for batches in self._batches for b in batches]))
 
-    def gradients(self, group: Sequence[int], params: Mapping[str, Tensor]) -> Gradients:
-        """ℓ of a group of targets and their gradients; zeros where there is no dependence."""
+    def gradients(
+        self, group: Sequence[int], params: Mapping[str, Tensor], keep: bool
+    ) -> Gradients:
+        """ℓ of a group of targets and their gradients; zeros where there is no dependence.
+
+        ``keep``: they are to outlast the next pass, which may be a replay into the same memory.
+        """
         if len(group) > 1:
             assert self._sizes is not None
             return self._sweep.run(self._joined_loss, self._sizes, params)
         loss, grads = self._in_chunks(group[0], list(params.values()))
+        if keep:
+            loss, grads = loss.clone(), [g.clone() for g in grads]
         found = dict(zip(params, grads, strict=True))
         return Gradients(loss, lambda k, qs: found[k][None])
 
