@@ -134,12 +134,11 @@ def _gradient(
     total: Tensor | None = None
     for node, records in micro.nodes([name]):
         for record in records:
-            cut = record.cut(first, last)
-            if isinstance(cut, Lookup) and node.param is not None and total is not None:
+            if isinstance(record, Lookup) and node.param is not None and total is not None:
                 total = total.contiguous()
-                cut.add_groups(total, chosen)
+                record.map(lambda t: t[first:last]).add_groups(total, chosen)
                 continue
-            part = pull_back(node, cut.groups(chosen))[name]
+            part = pull_back(node, record.some_groups(first, chosen))[name]
             total = part if total is None else total + part
     if total is None:
         return torch.zeros((len(chosen), *like.shape), dtype=wide(like).dtype, device=like.device)

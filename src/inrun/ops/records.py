@@ -43,6 +43,10 @@ class Record:
         """The record of some of the examples."""
         return self.map(lambda t: t[first:last])
 
+    def some_groups(self, first: int, sizes: Sequence[int]) -> Tensor:
+        """The same for groups that begin at example ``first``."""
+        return self.cut(first, first + sum(sizes)).groups(sizes)
+
     def groups(self, sizes: Sequence[int]) -> Tensor:
         """Sums of g_i over consecutive groups of examples of these sizes: [groups, *W]."""
         return torch.stack([part.sum(0) for part in self.rows().split(list(sizes))])
@@ -235,8 +239,16 @@ class Replay(Record):
             y = self.split(self.apply(W))
             return torch.stack([_gradient(y[i], W, d) for i, d in enumerate(self.delta)])
 
-    def cut(self, first: int, last: int) -> Record:
-        return Dense(self.rows()[first:last])
+    def some_groups(self, first: int, sizes: Sequence[int]) -> Tensor:
+        found = []
+        with torch.enable_grad():
+            W = self.value.detach().clone().requires_grad_()
+            y = self.split(self.apply(W))
+            for n in sizes:
+                rows = slice(first, first + n)
+                found.append(_gradient(y[rows], W, self.delta[rows]))
+                first += n
+        return torch.stack(found)
 
     def map(self: R, f: Callable[[Tensor], Tensor]) -> R:
         return self  # its operation is bound to the device it ran on
