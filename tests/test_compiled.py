@@ -363,24 +363,35 @@ class Scheduled(Derived):
         return self.head(self.embed(ids) * (self.w * self.temperature))
 
 
-@pytest.mark.filterwarnings("ignore:inrun cannot score inside this compiled graph")
-def test_buffers_that_change_between_steps():
-    def loop(model, module):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        with inrun.watch(
-            model, optimizer, validation=[VALIDATION], loss=next_token, audit_every=0
-        ) as run:
-            for step in range(4):
-                with run.batch(ids := rows_of(step)):
-                    next_token(model, DATA[ids]).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                module.temperature.mul_(0.5)
-        return run
+def four_steps(model, train_loss, between=lambda: None):
+    """``train_loss(model, rows, step)``; ``between`` is called after each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with inrun.watch(
+        model, optimizer, validation=[VALIDATION], loss=next_token, audit_every=0
+    ) as run:
+        for step in range(4):
+            with run.batch(ids := rows_of(step)):
+                train_loss(model, DATA[ids], step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            between()
+    return run
 
+
+def assert_followed(change):
+    """``change(module)`` after each step: the compiled model is scored with what is there now."""
     first = Scheduled()
     one, two = copy.deepcopy(first), copy.deepcopy(first)
+
+    def loop(model, module):
+        return four_steps(model, lambda m, x, _: next_token(m, x), lambda: change(module))
+
     assert_same(loop(one, one), loop(eager(two), two))
+
+
+@pytest.mark.filterwarnings("ignore:inrun cannot score inside this compiled graph")
+def test_buffers_that_change_between_steps():
+    assert_followed(lambda module: module.temperature.mul_(0.5))
 
 
 class Annealed(Derived):
@@ -393,41 +404,21 @@ class Annealed(Derived):
 
 @pytest.mark.filterwarnings("ignore:inrun cannot score inside this compiled graph")
 def test_a_number_that_is_given_anew_in_each_step():
-    def loop(model):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        with inrun.watch(
-            model, optimizer, validation=[VALIDATION], loss=next_token, audit_every=0
-        ) as run:
-            for step in range(4):
-                with run.batch(ids := rows_of(step)):
-                    out = model(DATA[ids], torch.tensor(0.5**step))
-                    F.cross_entropy(out.flatten(0, 1), DATA[ids].flatten()).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return run
+    def train_loss(model, x, step):
+        out = model(x, torch.tensor(0.5**step))
+        return F.cross_entropy(out.flatten(0, 1), x.flatten())
 
     first = Annealed(None)
-    assert_same(loop(copy.deepcopy(first)), loop(eager(copy.deepcopy(first))))
+    models = copy.deepcopy(first), eager(copy.deepcopy(first))
+    assert_same(*(four_steps(m, train_loss) for m in models))
 
 
 @pytest.mark.filterwarnings("ignore:inrun cannot score inside this compiled graph")
 def test_a_buffer_that_is_replaced_between_steps():
-    def loop(model, module):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        with inrun.watch(
-            model, optimizer, validation=[VALIDATION], loss=next_token, audit_every=0
-        ) as run:
-            for step in range(4):
-                with run.batch(ids := rows_of(step)):
-                    next_token(model, DATA[ids]).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                module.temperature = module.temperature * 0.5
-        return run
+    def replaced(module):
+        module.temperature = module.temperature * 0.5
 
-    first = Scheduled()
-    one, two = copy.deepcopy(first), copy.deepcopy(first)
-    assert_same(loop(one, one), loop(eager(two), two))
+    assert_followed(replaced)
 
 
 def test_weights_whose_memory_is_replaced():

@@ -378,44 +378,39 @@ def test_shapes_that_do_not_fit_together():
     assert_as_apart(first, data, loss, targets, together=False)
 
 
-def test_batches_with_settings_of_their_own():
-    def loss(model, batch):
-        return classes(model, (batch["x"], batch["y"])) * batch["weight"]
+def weighted(model, batch):
+    return classes(model, (batch["x"], batch["y"])) * batch["weight"]
 
+
+def test_batches_with_settings_of_their_own():
     first, (x, y), train_loss = mlp()
     targets = {
         f"t{q}": [{"x": x[20 + q : 22 + q], "y": y[20 + q : 22 + q], "weight": 1.0 + q}]
         for q in range(2)
     }
-    assert_as_apart(first, (x, y), train_loss, targets, together=False, val_loss=loss)
+    assert_as_apart(first, (x, y), train_loss, targets, together=False, val_loss=weighted)
 
 
 def test_zero_dimensional_settings_of_their_own():
-    def loss(model, batch):
-        return classes(model, (batch["x"], batch["y"])) * batch["weight"]
-
     first, (x, y), train_loss = mlp()
     targets = {
         f"t{q}": [{"x": x[20 + q : 22 + q], "y": y[20 + q : 22 + q],
                    "weight": torch.tensor(1.0 + q)}]
         for q in range(2)
     }  # fmt: skip
-    assert_as_apart(first, (x, y), train_loss, targets, together=False, val_loss=loss)
+    assert_as_apart(first, (x, y), train_loss, targets, together=False, val_loss=weighted)
 
 
 def test_zero_dimensional_settings_that_differ_only_from_the_second_step_on():
-    def loss(model, batch):
-        return classes(model, (batch["x"], batch["y"])) * batch["weight"]
-
     first, (x, y), train_loss = mlp()
     targets = {
         f"t{q}": [{"x": x[20 + q : 22 + q], "y": y[20 + q : 22 + q],
                    "weight": torch.tensor(1.0 + q * step)} for step in range(3)]
         for q in range(2)
     }  # fmt: skip
-    run = trained(first, (x, y), train_loss, targets, val_loss=loss)
+    run = trained(first, (x, y), train_loss, targets, val_loss=weighted)
     for name, batches in targets.items():
-        one = trained(first, (x, y), train_loss, {name: batches}, val_loss=loss).history()
+        one = trained(first, (x, y), train_loss, {name: batches}, val_loss=weighted).history()
         column = name if name in one else "value"
         assert np.allclose(run.history()[name], one[column], rtol=1e-9, atol=1e-12), name
 

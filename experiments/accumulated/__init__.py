@@ -10,6 +10,7 @@ import torch
 
 import inrun
 from experiments.common import tasks
+from experiments.common.figures import drawn_by
 from experiments.common.game import ESTIMATORS, finite, numbers
 from experiments.common.parts import Context, Experiment, Results, Settings
 from inrun.metrics import bottom_overlap, pearson, spearman
@@ -112,12 +113,6 @@ def table(committed: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def figure(committed: dict[str, Any]) -> Any:
-    from experiments.accumulated.figure import draw
-
-    return draw(committed)
-
-
 EXPERIMENT = Experiment(
     name="accumulated",
     claim="Figure 2a: accumulated SGD-proxy and Adam-aware scores of one Adam run agree weakly",
@@ -126,6 +121,6 @@ EXPERIMENT = Experiment(
     summarise=summarise,
     headline=headline,
     tables={"reproduce-accumulated": table},
-    figures={"reproduce-accumulated.png": figure},
+    figures={"reproduce-accumulated.png": drawn_by("experiments.accumulated.figure")},
 )
 assert set(NAMES) <= set(ESTIMATORS)

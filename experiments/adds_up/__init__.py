@@ -15,6 +15,7 @@ import torch
 
 import inrun
 from experiments.common import tasks
+from experiments.common.figures import drawn_by
 from experiments.common.game import ESTIMATORS, numbers
 from experiments.common.parts import Context, Experiment, Results, Settings
 
@@ -157,12 +158,6 @@ def steps(committed: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def figure(committed: dict[str, Any]) -> Any:
-    from experiments.adds_up.figure import draw
-
-    return draw(committed)
-
-
 EXPERIMENT = Experiment(
     name="adds-up",
     claim="ours: values add up to what the batches did to the loss (explained = 100 %)",
@@ -171,5 +166,5 @@ EXPERIMENT = Experiment(
     summarise=summarise,
     headline=headline,
     tables={"reproduce-adds-up": table, "reproduce-adds-up-steps": steps},
-    figures={"reproduce-adds-up.png": figure},
+    figures={"reproduce-adds-up.png": drawn_by("experiments.adds_up.figure")},
 )

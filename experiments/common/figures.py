@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -41,3 +43,8 @@ def last(committed: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The largest size there is: its name and summary."""
     size = "paper" if "paper" in committed else "smoke"
     return size, committed[size]["summary"]
+
+
+def drawn_by(module: str) -> Callable[[dict[str, Any]], Any]:
+    """The ``draw`` of a module, imported (and matplotlib with it) when a figure is drawn."""
+    return lambda committed: import_module(module).draw(committed)

@@ -102,3 +102,8 @@ def goals_table(summary: dict[str, Any]) -> str:
             for r in found["missed"]
         ]
     return "\n".join(lines)
+
+
+def goals_tables(committed: dict[str, Any]) -> str:
+    """The same for all sizes."""
+    return "\n\n".join(f"{s}: {goals_table(d['summary'])}" for s, d in committed.items())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.common import local
+from experiments.common.figures import drawn_by
 from experiments.common.game import ESTIMATORS
 from experiments.common.parts import Experiment, Results, Settings
 from experiments.common.statistics import shown
@@ -91,16 +92,6 @@ def table(committed: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def goals(committed: dict[str, Any]) -> str:
-    return "\n\n".join(f"{s}: {local.goals_table(d['summary'])}" for s, d in committed.items())
-
-
-def figure(committed: dict[str, Any]) -> Any:
-    from experiments.fidelity.figure import draw
-
-    return draw(committed)
-
-
 EXPERIMENT = Experiment(
     name="fidelity",
     claim="Figure 2b: against exact local Shapley values Adam-aware R = 0.9992, SGD 0.8434",
@@ -108,6 +99,6 @@ EXPERIMENT = Experiment(
     measure=local.measure,
     summarise=summarise,
     headline=headline,
-    tables={"reproduce-fidelity": table, "reproduce-fidelity-goals": goals},
-    figures={"reproduce-fidelity.png": figure},
+    tables={"reproduce-fidelity": table, "reproduce-fidelity-goals": local.goals_tables},
+    figures={"reproduce-fidelity.png": drawn_by("experiments.fidelity.figure")},
 )

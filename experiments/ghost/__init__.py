@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 import inrun
 from experiments.common import tasks
+from experiments.common.figures import drawn_by
 from experiments.common.game import numbers
 from experiments.common.parts import Context, Experiment, Results, Settings
 from experiments.common.tasks import Task
@@ -173,12 +174,6 @@ def table(committed: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def figure(committed: dict[str, Any]) -> Any:
-    from experiments.ghost.figure import draw
-
-    return draw(committed)
-
-
 EXPERIMENT = Experiment(
     name="ghost",
     claim="Figure 2c: ghost scores against fully materialised ones, R ≈ 0.999984",
@@ -187,5 +182,5 @@ EXPERIMENT = Experiment(
     summarise=summarise,
     headline=headline,
     tables={"reproduce-ghost": table},
-    figures={"reproduce-ghost.png": figure},
+    figures={"reproduce-ghost.png": drawn_by("experiments.ghost.figure")},
 )

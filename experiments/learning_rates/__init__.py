@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.common import local
+from experiments.common.figures import drawn_by
 from experiments.common.game import ESTIMATORS
 from experiments.common.parts import Experiment, Results, Settings
 from experiments.fidelity import GPT2, LARGE, MODELS, SMALL
@@ -95,16 +96,6 @@ def readme(committed: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def goals(committed: dict[str, Any]) -> str:
-    return "\n\n".join(f"{s}: {local.goals_table(d['summary'])}" for s, d in committed.items())
-
-
-def figure(committed: dict[str, Any]) -> Any:
-    from experiments.learning_rates.figure import draw
-
-    return draw(committed)
-
-
 EXPERIMENT = Experiment(
     name="learning-rates",
     claim="Figure 3: Adam-aware R > 0.96 for learning rates from 1e-7 to 1e-3",
@@ -114,7 +105,7 @@ EXPERIMENT = Experiment(
     headline=headline,
     tables={
         "fidelity": readme, "reproduce-learning-rates": table,
-        "reproduce-learning-rates-goals": goals,
+        "reproduce-learning-rates-goals": local.goals_tables,
     },
-    figures={"reproduce-learning-rates.png": figure},
+    figures={"reproduce-learning-rates.png": drawn_by("experiments.learning_rates.figure")},
 )  # fmt: skip

@@ -14,8 +14,9 @@ from inrun.ledger import LedgerError
 from inrun.logging import log
 from inrun.ops import register_op
 from inrun.rules import register_optimizer
-from inrun.run import Run, watch
+from inrun.run import Run
 from inrun.targets import by_label
+from inrun.watching import watch
 
 if TYPE_CHECKING:
     from inrun.store import SavedRun

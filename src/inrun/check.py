@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from inrun import reference
+from inrun.nodes import pull_back
+from inrun.tap import MicroBatch
 
 EXACT_UP_TO = 12  # examples: 4,096 coalitions
 PERMUTATIONS = 200  # above that
@@ -92,3 +100,61 @@ class Check:
             f"  gradients captured against .grad        off by {self.gradient_error:.1e}\n"
             f"  {self.verdict}"
         )
+
+
+def compare(
+    check: Check, ids: np.ndarray, estimate: np.ndarray, G: Mapping[str, Tensor],
+    rows: Mapping[str, Tensor], params: Mapping[str, Tensor], model: nn.Module,
+    optimizer: Optimizer, loss: Callable[[], float], clip: Any,
+) -> None:  # fmt: skip
+    """Fill in a check: exact Shapley values by the real optimizer on copies. ``rows`` are the
+    per-example gradients, ``clip`` what happens to a coalition's before the optimizer sees it."""
+    n = len(ids)
+    check.gradient_error = max(gradient_errors(G, rows).values())
+    name_of = {id(p): k for k, p in params.items()}
+    gradients: list[Tensor | None] = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            own = rows.get(name_of.get(id(p), ""))
+            if own is None and p.grad is not None:  # not scored: every example has a share
+                own = (p.grad / n).expand(n, *p.shape)
+            gradients.append(own)
+    utility = reference.coalition_utility(model, optimizer, gradients, loss, clip)
+    share = utility(frozenset()) - utility(frozenset(range(n)))
+    if n <= EXACT_UP_TO:
+        check.coalitions = 2**n
+        check.fill(ids, estimate, -reference.exact_shapley(n, utility), None, share)
+    else:
+        phi, error = reference.permutation_shapley(n, utility, check.permutations)
+        check.coalitions = check.permutations * n
+        check.fill(ids, estimate, -phi, error, share)
+    print(check)
+
+
+def per_example(params: Mapping[str, Tensor], micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
+    """Per-example gradients of the whole step by parameter: [B, *W]."""
+    total = sum(m.B for m in micros)
+    rows: dict[str, Tensor] = {}
+    start = 0
+    for micro in micros:
+        for node, records in micro.records.items():
+            for record in records:
+                for k, g in pull_back(node, record.rows()).items():
+                    p = params[k]
+                    rows.setdefault(k, p.new_zeros((total, *p.shape)))
+                    rows[k][start : start + micro.B] += g.to(p.device, p.dtype)
+        start += micro.B
+    return rows
+
+
+def gradient_errors(G: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> dict[str, float]:
+    """How far the captured gradients' sum is from .grad, relative to their size, by parameter."""
+    errors = {}
+    for k, g in G.items():
+        captured = rows.get(k)
+        if captured is None:
+            errors[k] = 1.0 if bool(g.any()) else 0.0
+            continue
+        size = float(captured.abs().sum(0).norm())
+        errors[k] = float((captured.sum(0) - g).norm()) / (size + 1e-30)
+    return errors

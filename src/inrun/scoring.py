@@ -18,14 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from inrun import reference
-from inrun.check import EXACT_UP_TO, Check
+from inrun.check import Check, compare, gradient_errors, per_example
 from inrun.clipping import Accumulated, Clipping, ClippingWatch
 from inrun.contraction import Direction, cancelling, components, contract
 from inrun.direction import POINTS, Estimator, Moved, Path, Static
 from inrun.errors import CaptureError
 from inrun.ledger import Audit
-from inrun.nodes import pull_back
 from inrun.ops.records import wide
 from inrun.rules import rule_for
 from inrun.rules.base import LinearMap, Scale
@@ -84,7 +82,7 @@ class Scorer:
         G, changed = self.accumulated.compare(
             {k: g for k, p in mine.items() if (g := p.grad) is not None}
         )
-        fixed = self._recognise(list(G.values()), received, changed)
+        fixed = self._recognise(G, received, changed)
         clipping, aligned = self._spread(fixed, G, micros)
 
         path = Path(moved, self._static)
@@ -111,8 +109,7 @@ class Scorer:
                         values[e, qs] = carry.apply(*found, aligned)
                         expected[e, qs] = found[1] * carry.common
             if check is not None:
-                mean = values[0].mean(0).cpu().numpy()
-                self._compare(check, step, ids, micros, G, mean, clipping)
+                self._compare(check, step, ids, values[0], micros, G, clipping)
             if audit:
                 measured = self._audit(path)
         numbers = {"values": values, "expected": expected, "losses": losses, "finite": finite,
@@ -125,7 +122,7 @@ class Scorer:
             return pending
         score = pending.settle()
         if score.void == _NOT_ADDING_UP and not self._verified:
-            self._refuse(step, score, G, micros, _tolerance(G.values(), half))
+            self._refuse(G, micros, _tolerance(G.values(), half))
         return score
 
     def _conclude(
@@ -161,11 +158,8 @@ class Scorer:
             warnings.warn(self._message + "; the step is recorded as void.", stacklevel=8)
         return Score(void=_NOT_ADDING_UP)
 
-    def _refuse(
-        self, step: int, score: Score, G: Mapping[str, Tensor], micros: list[MicroBatch],
-        tolerance: float,
-    ) -> None:  # fmt: skip
-        errors = _gradient_errors(G, self._rows(micros))
+    def _refuse(self, G: Mapping[str, Tensor], micros: list[MicroBatch], tolerance: float) -> None:
+        errors = gradient_errors(G, per_example(self.params, micros))
         off = [k for k, e in errors.items() if e > tolerance]
         where = f". Parameters concerned: {', '.join(off[:5]) or 'unknown'}."
         raise CaptureError(self._message + where)
@@ -212,10 +206,10 @@ class Scorer:
         ]  # fmt: skip
 
     def _recognise(
-        self, G: list[Tensor], received: list[Tensor], changed: Tensor | None
+        self, G: Mapping[str, Tensor], received: list[Tensor], changed: Tensor | None
     ) -> Clipping:
         fused = getattr(self.optimizer, "grad_scale", None)
-        same = all(x is p.grad for x, p in zip(G, self._with_gradient(), strict=True))
+        same = all(g is self.params[k].grad for k, g in G.items())
         if fused is None and (changed is not None or same):
             return Clipping(1.0)
         scale = None
@@ -223,10 +217,7 @@ class Scorer:
             scale = 1.0 / float(fused)
         elif self.scaler is not None:
             scale = 1.0 / self.scaler.get_scale()
-        return self._clipping.recognise(G, received, scale)
-
-    def _with_gradient(self) -> list[Tensor]:
-        return [p for p in self.params.values() if p.grad is not None]
+        return self._clipping.recognise(list(G.values()), received, scale)
 
     def _spread(
         self, fixed: Clipping, G: Mapping[str, Tensor], micros: list[MicroBatch]
@@ -237,6 +228,17 @@ class Scorer:
         clipping = fixed.spread(list(G.values()), sum(m.energy() for m in micros))
         along, size = contract({k: Direction(g[None]) for k, g in G.items()}, G, micros)
         return clipping, along / size
+
+    def _compare(
+        self, check: Check, step: int, ids: np.ndarray, values: Tensor, micros: list[MicroBatch],
+        G: Mapping[str, Tensor], clipping: Clipping,
+    ) -> None:  # fmt: skip
+        check.step, check.estimator = step, self.estimators[0].name
+        compare(
+            check, ids, values.mean(0).cpu().numpy(), G, per_example(self.params, micros),
+            self.params, self.model, self.optimizer,
+            lambda: float(np.mean(self.validator.losses())), clipping.function(),
+        )  # fmt: skip
 
     def _audit(self, path: Path) -> Audit | None:
         """The losses before, without and with the batch; None where one is not finite."""
@@ -257,52 +259,6 @@ class Scorer:
                 "was seen inside run.batch(ids): it is used in a custom autograd function, or "
                 f"outside the with block. Leave it out with watch(..., ignore={unseen[:5]!r})."
             )
-
-    def _rows(self, micros: list[MicroBatch]) -> dict[str, Tensor]:
-        """Per-example gradients of the whole step by parameter: [B, *W]."""
-        total = sum(m.B for m in micros)
-        rows: dict[str, Tensor] = {}
-        start = 0
-        for micro in micros:
-            for node, records in micro.records.items():
-                for record in records:
-                    for k, g in pull_back(node, record.rows()).items():
-                        p = self.params[k]
-                        rows.setdefault(k, p.new_zeros((total, *p.shape)))
-                        rows[k][start : start + micro.B] += g.to(p.device, p.dtype)
-            start += micro.B
-        return rows
-
-    def _compare(
-        self, check: Check, step: int, ids: np.ndarray, micros: list[MicroBatch],
-        G: Mapping[str, Tensor], estimate: np.ndarray, clipping: Clipping,
-    ) -> None:  # fmt: skip
-        """Exact Shapley values by the real optimizer on copies."""
-        rows, n = self._rows(micros), len(ids)
-        check.step, check.estimator = step, self.estimators[0].name
-        errors = _gradient_errors(G, rows)
-        check.gradient_error = max(errors.values())
-        name_of = {id(p): k for k, p in self.params.items()}
-        gradients: list[Tensor | None] = []
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                own = rows.get(name_of.get(id(p), ""))
-                if own is None and p.grad is not None:  # not scored: every example has a share
-                    own = (p.grad / n).expand(n, *p.shape)
-                gradients.append(own)
-        utility = reference.coalition_utility(
-            self.model, self.optimizer, gradients,
-            lambda: float(np.mean(self.validator.losses())), clipping.function(),
-        )  # fmt: skip
-        share = utility(frozenset()) - utility(frozenset(range(n)))
-        if n <= EXACT_UP_TO:
-            check.coalitions = 2**n
-            check.fill(ids, estimate, -reference.exact_shapley(n, utility), None, share)
-        else:
-            phi, error = reference.permutation_shapley(n, utility, check.permutations)
-            check.coalitions = check.permutations * n
-            check.fill(ids, estimate, -phi, error, share)
-        print(check)
 
 
 def _values(
@@ -389,16 +345,3 @@ def _missed(mine: list[Moved], like: Tensor) -> Tensor:
         return like.new_zeros(())
     found = [m.rule.completeness(m.g, m.p.detach(), m.state, m.options) for m in rules]
     return torch.stack([x.to(like) for x in found]).max()
-
-
-def _gradient_errors(G: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> dict[str, float]:
-    """How far the captured gradients' sum is from .grad, relative to their size, by parameter."""
-    errors = {}
-    for k, g in G.items():
-        captured = rows.get(k)
-        if captured is None:
-            errors[k] = 1.0 if bool(g.any()) else 0.0
-            continue
-        size = float(captured.abs().sum(0).norm())
-        errors[k] = float((captured.sum(0) - g).norm()) / (size + 1e-30)
-    return errors
