@@ -182,6 +182,22 @@ def test_lost_examples_are_refused_not_guessed(function):
         square(model, x).backward()
 
 
+def test_an_index_that_says_something_else_in_the_next_step():
+    """Calls are recognised from step to step; what an index tensor holds is looked at each time."""
+    order = torch.arange(N)
+    model = Model(lambda m, x: m.second(m.first(x)[order]), first=nn.Linear(N, N),
+                  second=nn.Linear(N, 2))  # fmt: skip
+    x = torch.randn(N, N)
+    run, optimizer = watched(model, square, x)
+    with run.batch(range(N)):
+        square(model, x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    order.copy_(order.flip(0))
+    with pytest.raises(inrun.CaptureError, match="cannot be told apart"), run.batch(range(N)):
+        square(model, x).backward()
+
+
 def test_rows_collated_inside_the_block():
     """Each row has as many tokens as the batch has rows: T = B."""
     data = torch.randint(0, 9, (20, N))

@@ -220,6 +220,30 @@ def test_settings_kept_in_a_container_of_a_module():
     assert attributes([a]) != before
 
 
+def test_tensors_of_a_module_are_never_read():
+    """A fingerprint is taken in every step: it must not wait for the device, nor print weights."""
+
+    class Unreadable(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError(f"{func} of a tensor of the model")
+
+    a = nn.Linear(2, 2)
+    a.register_buffer("table", torch.zeros(3).as_subclass(Unreadable))
+    a.kept = {"one": torch.zeros(3).as_subclass(Unreadable), "two": 2}
+    before = attributes([a])
+    a.kept["two"] = 3
+    assert attributes([a]) != before
+
+
+def test_modules_with_hooks_are_not_recorded():
+    a = nn.Linear(2, 2)
+    handle = a.register_forward_hook(lambda module, args, out: None)
+    assert attributes([a]) is None
+    handle.remove()
+    assert attributes([a]) is not None
+
+
 class Once:
     """A batch counter: the loss is called in every step where nothing is recorded."""
 

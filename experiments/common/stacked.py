@@ -79,4 +79,4 @@ def backward(
         {k: w.detach() for k, w in stack.items()}, batches
     )
     for k, w in stack.items():
-        w.grad = grads[k]
+        w.grad = grads[k].contiguous()  # fused optimizers want the parameter's own layout

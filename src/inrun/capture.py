@@ -19,17 +19,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import skip_code
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from inrun.arguments import flatten
 from inrun.compiled import Backend
 from inrun.errors import nothing_recorded, refusal
-from inrun.layout import Layout, name_of, tensors_in
-from inrun.meeting import has_pure_form, operate, prepare, summed_leaves
+from inrun.layout import Layout, in_place, name_of, tensors_in
+from inrun.meeting import has_pure_form, operate, prepare, shapes_suffice, summed_leaves
 from inrun.nodes import Node
 from inrun.ops import Call, Form, Record, op_rule, replay
 from inrun.provenance import CONSTANT, OUTSIDE, UNKNOWN, Provenance
+from inrun.recall import Followed, Met, tensors_of
 from inrun.tap import (
     MicroBatch,
     Tap,
@@ -76,8 +78,10 @@ class Capture(Provenance):
         self.fast, self.probe = fast, probe
         self.check_memory, self.on_first_gradient = check_memory, on_first_gradient
         self.coverage: dict[str, set[tuple[str, str]]] = {}
+        self._covered: set[Any] = set()
         self.trigger = torch.zeros((), requires_grad=True)  # puts taps into the graph
         self.tap: Callable[..., Tensor] = Tap.apply
+        self._planning = False
         self.calls, self.opened = 0, list[int]()  # calls seen, and composite ones among them
         self._eager_only, self._backend = False, Backend(self)
         self._mode = _Mode(self)
@@ -139,12 +143,14 @@ class Capture(Provenance):
         is nothing to keep bit for bit and weight gradients are always sums.
         """
         hooks = self._hooks or [_Nothing()]  # recomputation is not expected meanwhile
-        before = self.tap, self._mode.paused, self._hooks, self.fast
-        self.tap, self._mode.paused, self._hooks, self.fast = note, False, hooks, True
+        before = self.tap, self._mode.paused, self._hooks, self.fast, self._planning
+        self.tap, self._mode.paused, self._hooks, self.fast, self._planning = (
+            note, False, hooks, True, True,
+        )  # fmt: skip
         try:
             yield
         finally:
-            self.tap, self._mode.paused, self._hooks, self.fast = before
+            self.tap, self._mode.paused, self._hooks, self.fast, self._planning = before
 
     def info(self, t: Tensor) -> Any:
         """A ``Node``, a ``Layout`` or one of the kinds above."""
@@ -163,6 +169,22 @@ class Capture(Provenance):
         self.calls += 1
         if func in _PASS:
             return func(*args, **kwargs)
+        assert self.live is not None
+        key = known = None
+        if not self._planning:
+            state = self.live.B, torch.is_grad_enabled()
+            key, known = self._recall.recognise(func, args, kwargs, *state)
+        if type(known) is Met:
+            return self._meet_again(func, args, kwargs, known)
+        if type(known) is Followed:
+            out = func(*args, **kwargs)
+            if not self._note_again(out, known):
+                self._note_batched(func, args, kwargs, out)
+            return out
+        return self._first_call(func, args, kwargs, key)
+
+    def _first_call(self, func: Any, args: Any, kwargs: Any, key: Any) -> Any:
+        """A call that is not known."""
         tensors = tensors_in(args, kwargs)
         infos = [self._find(t) for t in tensors]
         parametric = any(type(x) is Node for x in infos)
@@ -170,21 +192,23 @@ class Capture(Provenance):
         if parametric and torch.is_grad_enabled() and name_of(func) == "setitem":
             return self._write_parameter(func, args, batched)
         if parametric and batched and torch.is_grad_enabled():
-            return self._meet(func, args, kwargs)
+            return self._meet(func, args, kwargs, key)
         if parametric and batched:  # no gradients: the first pass of a reentrant checkpoint
             self._expect_recomputation()
         out = func(*args, **kwargs)
         if batched:
             self._note_batched(func, args, kwargs, out)
+            if key is not None and not parametric and (found := Followed.of(out, self._find)):
+                self._recall.learn(key, found)
         elif parametric:
             self._note_parametric(func, args, kwargs, out)
         else:
             outside = any(x is OUTSIDE for x in infos)
             for t in tensors_in(out):
-                self._info[t] = self._classify(t) if outside else CONSTANT
+                self._info[t] = self._one(self._classify(t)) if outside else CONSTANT
         return out
 
-    def _meet(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _meet(self, func: Any, args: Any, kwargs: Any, key: Any) -> Any:
         """A parametric tensor meets the examples: run the operation and tap its output."""
         assert self.live is not None
         self.live.met = True
@@ -210,18 +234,49 @@ class Capture(Provenance):
         layout = self._follow(func, args, kwargs, out)
         if layout is None:
             raise refusal(call, [out], "the examples cannot be told apart in its output")
+        call = call.with_(layout=layout, shape=out.shape)
+        met = Met(call.with_(leaves=()), rule.records if rule else replay, detached, summed,
+                  shapes_suffice(func))  # fmt: skip
+        if key is not None and spec.nested is None and not in_place(func):
+            self._recall.learn(key, met)
+        return self._tap(out, call, met, leaves)
+
+    def _meet_again(self, func: Any, args: Any, kwargs: Any, met: Met) -> Any:
+        """The same call as before, with other numbers."""
+        leaves = (*args, *kwargs.values())
+        call = met.call.with_(leaves=met.saved(leaves))
+        out = operate(func, leaves, call.spec, met.detached)
+        if not met.detached and not out.requires_grad:
+            self._note_batched(func, args, kwargs, out)
+            return out
+        return self._tap(out, call, met, leaves)
+
+    def _tap(self, out: Tensor, call: Call, met: Met, leaves: Sequence[Any]) -> Tensor:
+        assert self.live is not None
+        self.live.met = True
         if saved_tensors_hooks():
             self._expect_recomputation()
         device = out.device.type
         on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         self.live.autocast = device, on, dtype
-        call = call.with_(layout=layout, autocast=self.live.autocast, shape=out.shape)
-        records = rule.records if rule else replay
-        tap = Tapped(records, self.live, detached, summed, self.receive)
-        extras = [self.trigger] if self.probe else [leaves[i] for i in summed]
+        call = call.with_(autocast=self.live.autocast)
+        tap = Tapped(met.rule, self.live, met.detached, met.summed, self.receive)
+        extras = [self.trigger] if self.probe else [leaves[i] for i in met.summed]
         out = tapped(self.tap, out, call, tap, extras)
-        self._remember(out, layout)
+        self._remember(out, call.layout)
         return out
+
+    def _note_again(self, out: Any, known: Followed) -> bool:
+        """The outputs are made of the same as before, if they look the same."""
+        outs = tensors_of(out)
+        if outs is None or tuple(t.shape for t in outs) != known.shapes:
+            return False
+        for t, info in zip(outs, known.infos, strict=True):
+            if type(info) is Layout:
+                self._remember(t, info)
+            else:
+                self._info[t] = info
+        return True
 
     def _write_parameter(self, func: Any, args: Any, batched: bool) -> None:
         """``target[index] = parameter``: as an operation that gives a new target."""
@@ -266,9 +321,11 @@ class Capture(Provenance):
 
     def keep(self, micro: MicroBatch, name: str, pairs: Sequence[tuple[Node, Record]]) -> None:
         for node, record in pairs:
-            for root in node.roots:
-                form = type(record).__name__.lower()
-                self.coverage.setdefault(root, set()).add((name, form))
+            kind = type(record)
+            if (node.roots, name, kind) not in self._covered:
+                self._covered.add((node.roots, name, kind))
+                for root in node.roots:
+                    self.coverage.setdefault(root, set()).add((name, kind.__name__.lower()))
             if self.offload:
                 record = record.map(lambda t: t.to("cpu", non_blocking=False))
             before = micro.bytes
@@ -301,14 +358,16 @@ class _Mode(TorchFunctionMode):
     def __init__(self, capture: Capture) -> None:
         super().__init__()
         self.paused = False
+        self.follow = capture.call
         # Where torch.compile starts in the middle of eager code, our own is no part of a graph.
-        self.follow = torch._dynamo.disable(capture.call)
+        self.hidden = torch._dynamo.disable(capture.call)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # torch.compile traces through here; its graph comes to us by another way (compiled.py)
         if torch.compiler.is_dynamo_compiling() or self.paused:
             return func(*args, **(kwargs or {}))
-        return self.follow(func, args, kwargs or {})
+        follow = self.follow if get_eval_frame_callback() is None else self.hidden
+        return follow(func, args, kwargs or {})
 
 
 skip_code(_Mode.__torch_function__.__code__)

@@ -21,7 +21,7 @@ def prepare(
 ) -> Call:  # fmt: skip
     """The call, with what its rule will need, before the operation runs. Its form is settled."""
     saved = [x.detach() if n is not None else x for x, n in zip(leaves, nodes, strict=True)]
-    if name_of(func) in ("add", "sub", "rsub"):  # their derivative needs shapes only
+    if shapes_suffice(func):
         saved = [shape_of(x) if isinstance(x, Tensor) else x for x in saved]
     elif in_place(func):
         saved[0] = saved[0].clone()
@@ -29,6 +29,11 @@ def prepare(
     call = Call(pure or func, spec, tuple(saved), tuple(nodes), tuple(layouts), Layout(0), B, form)
     rule = op_rule(func)
     return call if rule is None else rule.settled(call, fast)
+
+
+def shapes_suffice(func: Any) -> bool:
+    """Does the derivative need no more of the operands than their shapes?"""
+    return name_of(func) in ("add", "sub", "rsub")
 
 
 def has_pure_form(func: Any) -> bool:

@@ -24,6 +24,7 @@ from inrun.errors import random_parameter
 from inrun.follow import follow, written
 from inrun.layout import Layout, in_place, name_of, tensors_in
 from inrun.nodes import Node
+from inrun.recall import Recall
 from inrun.tap import Known, MicroBatch, own_tensors, storage_key
 
 
@@ -47,6 +48,7 @@ class Provenance:
         self.modules, self.batch_dim = modules, batch_dim
         self.live: MicroBatch | None = None
         self._reentered = threading.local()
+        self._layouts: dict[Any, Layout] = {}
         self.watch(params)
         self._forget_tensors()
 
@@ -60,7 +62,7 @@ class Provenance:
         """The parameters to score, from the next batch on."""
         self.nodes = {id(p): Node.parameter(name, p) for name, p in params.items()}
         self.watched = frozenset(params)
-        self._followed: dict[Any, Layout | None] = {}
+        self._recall = Recall(self._find)
 
     def owns(self, t: Tensor) -> bool:
         """Is it one of the model's own tensors?"""
@@ -73,8 +75,14 @@ class Provenance:
         if info is None:
             node = self.nodes.get(id(t))
             mine = node is not None and node.param is t
-            info = self._info[t] = node if mine else self._classify(t)
+            info = self._info[t] = node if mine else self._one(self._classify(t))
         return info
+
+    def _one(self, info: Any) -> Any:
+        """Equal layouts are one object."""
+        if type(info) is not Layout:
+            return info
+        return self._layouts.setdefault((info.dim, info.outer, info.inner, info.guessed), info)
 
     def _classify(self, t: Tensor) -> Layout | _Kind:
         """A tensor from outside: the batch's data, unless it belongs to the model."""
@@ -110,27 +118,9 @@ class Provenance:
                 self._remember(t, self._follow(func, args, kwargs, t))
 
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Layout | None:
-        """Where the examples are in the output; the same calls come back at every step."""
+        """Where the examples are in the output."""
         assert self.live is not None
-        key: list[Any] = [func, self.live.B, out.shape]
-        for x in (*args, *kwargs, *kwargs.values()):
-            if isinstance(x, Tensor):
-                info = self._find(x)
-                key += (info if type(info) is Layout else None, x.shape)
-            elif isinstance(x, (list, tuple, dict)) and tensors_in(x):
-                return follow(func, args, kwargs, out, self._layout, self.live.B)
-            else:
-                key.append(tuple(x) if type(x) is list else x)
-        try:
-            return self._followed[tuple(key)]
-        except KeyError:
-            if len(self._followed) > 10_000:
-                self._followed.clear()
-            layout = follow(func, args, kwargs, out, self._layout, self.live.B)
-            self._followed[tuple(key)] = layout
-            return layout
-        except TypeError:  # a slice, say
-            return follow(func, args, kwargs, out, self._layout, self.live.B)
+        return follow(func, args, kwargs, out, self._layout, self.live.B)
 
     def _only_converted(self, name: str, args: Any) -> bool:
         """``positions.type_as(x)``: a constant stays one."""
@@ -155,7 +145,7 @@ class Provenance:
             )
 
     def _remember(self, t: Tensor, layout: Layout | None) -> None:
-        self._info[t] = layout or UNKNOWN
+        self._info[t] = self._one(layout) or UNKNOWN
         if layout is not None and t.is_floating_point():
             self._by_storage[storage_key(t)] = layout
 

@@ -52,10 +52,13 @@ class Recorder:
         state = self.state_of_loss()
         if state is None or not all(x.is_cuda for x in tensors):
             return compute(batch)
+        fingerprint = attributes(modules)
+        if fingerprint is None:
+            return compute(batch)
         others = [x for x in leaves if not isinstance(x, Tensor)]
         key = (
             str(spec), repr(others), tuple((x.shape, x.dtype) for x in tensors), context,
-            tuple(w.data_ptr() for w in weights), state, attributes(modules),
+            tuple(w.data_ptr() for w in weights), state, fingerprint,
         )  # fmt: skip
         recording = self._recordings.get(key)
         if recording is None:
@@ -89,16 +92,36 @@ class Recorder:
         return _Recording(graph, [x for x in static if isinstance(x, Tensor)], result)
 
 
-def attributes(modules: Sequence[nn.Module]) -> int:
-    """A fingerprint of the plain attributes of modules, and of containers of such."""
+def attributes(modules: Sequence[nn.Module]) -> int | None:
+    """A fingerprint of the plain attributes of modules, and of containers of such.
+
+    None: a module has hooks, whose Python is not ours to leave out.
+    """
     found: list[Any] = []
     for i, module in enumerate(modules):
-        for name, x in vars(module).items():
-            if type(x) in _PLAIN:
-                found.append((i, name, type(x), x))
-            elif type(x) in (tuple, list, dict, set) and len(x) <= 64:
-                found.append((i, name, repr(x)))
+        own = vars(module)
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]:
+            return None
+        found.append(own["training"])
+        for name, x in own.items():
+            if name not in _OF_EVERY_MODULE and (plain := _plain(x)) is not None:
+                found.append((i, name, plain))
     return hash(tuple(found))
+
+
+def _plain(x: Any) -> Any:
+    """Something hashable that changes with a plain value, or with a container of such."""
+    kind = type(x)
+    if kind in _PLAIN:
+        return kind, x
+    if kind in (tuple, list, set):
+        return kind, tuple(_plain(y) for y in x)
+    if kind is dict:
+        return kind, tuple((k, _plain(y)) for k, y in x.items())
+    return None
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def referred(loss: Callable[..., Any]) -> Callable[[], tuple[Any, ...] | None] | None:

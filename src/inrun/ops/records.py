@@ -201,7 +201,8 @@ class Lookup(Record):
 
     def add_groups(self, total: Tensor, sizes: Sequence[int]) -> None:
         """``total += groups(sizes)``, without forming them."""
-        which = torch.repeat_interleave(torch.tensor(sizes)).to(self.ids.device, non_blocking=True)
+        own = torch.tensor([q for q, n in enumerate(sizes) for _ in range(n)])
+        which = own.to(self.ids.device, non_blocking=True)
         at = self.ids + which[:, None] * self.size
         rows = total.view(-1, total.shape[-1])
         rows.index_add_(0, at.flatten(), self.delta.flatten(0, 1).to(total.dtype))

@@ -1,0 +1,119 @@
+"""Calls that come back at every step: what was found out about one is not found out again.
+
+A training step makes the same calls as the one before. A call is recognised by its function, what
+its tensors are made of, their shapes and types, and its other arguments; then nothing has to be
+derived but the operation itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from inrun.layout import tensors_in
+from inrun.nodes import Node
+from inrun.ops import Call
+from inrun.tap import shape_of
+
+_MOST = 10_000
+_BY_CONTENT = {Tensor.__getitem__, Tensor.__setitem__}  # what an index tensor holds matters
+
+
+@dataclass(frozen=True)
+class Followed:
+    """An operation on examples: what its outputs are made of, and their shapes."""
+
+    infos: tuple[Any, ...]
+    shapes: tuple[Any, ...]
+
+    @staticmethod
+    def of(out: Any, find: Callable[[Tensor], Any]) -> Followed | None:
+        outs = tensors_of(out)
+        if outs is None:
+            return None
+        return Followed(tuple(find(t) for t in outs), tuple(t.shape for t in outs))
+
+
+@dataclass(frozen=True)
+class Met:
+    """An operation in which a parameter meets examples.
+
+    ``call`` holds everything but its leaves; of these only the shapes are kept (``shapes``) where
+    the derivative needs no more.
+    """
+
+    call: Call
+    rule: Any
+    detached: tuple[int, ...]
+    summed: tuple[int, ...]
+    shapes: bool
+
+    def saved(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        if self.shapes:
+            return tuple(shape_of(x) if isinstance(x, Tensor) else x for x in leaves)
+        pairs = zip(leaves, self.call.nodes, strict=True)
+        return tuple(x if node is None else x.detach() for x, node in pairs)
+
+
+def tensors_of(out: Any) -> Sequence[Tensor] | None:
+    """The tensors of an operation's result; None where they are hidden deeper in it."""
+    if isinstance(out, Tensor):
+        return (out,)
+    if isinstance(out, (tuple, list)) and all(isinstance(t, Tensor) for t in out):
+        return out
+    return None if tensors_in(out) else ()
+
+
+class Recall:
+    """The calls that are known.
+
+    ``find`` says what a tensor is made of; what it returns lives as long as this.
+    """
+
+    def __init__(self, find: Callable[[Tensor], Any]) -> None:
+        self._find = find
+        self._known: dict[Any, Followed | Met] = {}
+
+    def recognise(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], *state: Any
+    ) -> tuple[Any, Followed | Met | None]:
+        """The key of a call, None where it could not be recognised again; and what is known."""
+        if func in _BY_CONTENT and tensors_in(args[1:]):
+            return None, None
+        key: list[Any] = [func, *state]
+        for x in args:
+            if not self._extend(key, x):
+                return None, None
+        for name, x in kwargs.items():
+            key.append(name)
+            if not self._extend(key, x):
+                return None, None
+        found = tuple(key)
+        try:
+            return found, self._known.get(found)
+        except TypeError:  # something that has no hash: an array, a symbolic size
+            return None, None
+
+    def learn(self, key: Any, found: Followed | Met) -> None:
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        self._known[key] = found
+
+    def _extend(self, key: list[Any], x: Any) -> bool:
+        if isinstance(x, Tensor):
+            info = self._find(x)
+            if type(info) is Node and info.param is None:
+                return False  # made anew in each step
+            key += (id(info), x.shape, x.dtype)
+        elif type(x) in (list, tuple):
+            key += (type(x), len(x))
+            return all(self._extend(key, y) for y in x)
+        elif type(x) is slice:
+            key += (slice, x.start, x.stop, x.step)
+            return not tensors_in((x.start, x.stop, x.step))
+        else:
+            key.append(x)
+        return True
