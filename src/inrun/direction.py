@@ -92,15 +92,16 @@ def _single(x: Any) -> Any:
 
 class Static:
     """Memory for shifted weights that stays where it is, so that a recorded validation pass (a
-    CUDA graph) finds them again."""
+    CUDA graph) finds them again: for each point of the path its own."""
 
     def __init__(self) -> None:
-        self._kept: list[Tensor] = []
+        self._kept: dict[float, list[Tensor]] = {}
 
-    def like(self, params: Sequence[Tensor]) -> list[Tensor]:
-        if [(t.shape, t.dtype) for t in self._kept] != [(p.shape, p.dtype) for p in params]:
-            self._kept = kernels.alike(params, params[0].dtype)
-        return self._kept
+    def like(self, params: Sequence[Tensor], x: float) -> list[Tensor]:
+        kept = self._kept.get(x, [])
+        if [(t.shape, t.dtype) for t in kept] != [(p.shape, p.dtype) for p in params]:
+            kept = self._kept[x] = kernels.alike(params, params[0].dtype)
+        return kept
 
 
 class Path:
@@ -120,7 +121,7 @@ class Path:
             return [m.map(kind) for m in self.moved]
         if kind == "sgd":
             return [m.map(kind) for m in self.moved]
-        weights, factors = kernels.shift(self._fused, x, kind, self._memory())
+        weights, factors = kernels.shift(self._fused, x, kind, self._memory(x))
         if x is not None and weights is not None:
             self._points[x] = weights
         assert factors is not None
@@ -129,16 +130,16 @@ class Path:
     def _at(self, x: float) -> list[Tensor]:
         if self._fused is None:
             return [m.at(x) for m in self.moved]
-        weights, _ = kernels.shift(self._fused, x, None, self._memory())
+        weights, _ = kernels.shift(self._fused, x, None, self._memory(x))
         assert weights is not None
         return weights
 
-    def _memory(self) -> list[Tensor] | None:
-        """The same memory in every step, for one point at a time."""
-        if self._static is None:
+    def _memory(self, x: float | None) -> list[Tensor] | None:
+        """For the weights at a point, the same in every step. (Its ends are for audits, now and
+        then.)"""
+        if self._static is None or x in (None, 0.0, 1.0):
             return None
-        self._points.clear()
-        return self._static.like([m.p for m in self.moved])
+        return self._static.like([m.p for m in self.moved], x)
 
     @contextmanager
     def weights(self, x: float | None) -> Iterator[None]:

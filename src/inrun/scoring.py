@@ -102,12 +102,13 @@ class Scorer:
                 if not losses.is_cuda and not bool(losses.isfinite().all()):
                     return Score(void=self._loss_not_finite(losses.numpy()))
                 with stage("contraction"):
-                    for e, estimator in enumerate(self.estimators):
-                        carry = clipping if estimator.kind == "secant" else fixed
-                        points = [at[x] for x in POINTS[estimator.point]]
-                        found = _values(points, maps[e], carry, G, micros, parts, len(group))
-                        values[e, qs] = carry.apply(*found, aligned)
-                        expected[e, qs] = found[1] * carry.common
+                    carries = [clipping if e.kind == "secant" else fixed for e in self.estimators]
+                    points = [POINTS[e.point] for e in self.estimators]
+                    ways = list(zip(points, maps, carries, strict=True))
+                    found = _values(at, ways, G, micros, parts, len(group))
+                    for e, (dots, sums) in enumerate(found):
+                        values[e, qs] = carries[e].apply(dots, sums, aligned)
+                        expected[e, qs] = sums * carries[e].common
             if check is not None:
                 self._compare(check, step, ids, values[0], micros, G, clipping)
             if audit:
@@ -261,37 +262,54 @@ class Scorer:
             )
 
 
+Way = tuple[Sequence[float | None], Mapping[str, LinearMap], Clipping]  # of an estimator
+
+
 def _values(
-    points: Sequence[Gradients], maps: Mapping[str, LinearMap], carry: Clipping,
-    G: Mapping[str, Tensor], micros: Sequence[MicroBatch], parts: Sequence[Sequence[str]], Q: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """⟨u_q, g_i⟩ [Q, B] and ⟨u_q, G⟩ [Q] for a group of Q targets.
+    at: Mapping[float | None, Gradients], ways: Sequence[Way], G: Mapping[str, Tensor],
+    micros: Sequence[MicroBatch], parts: Sequence[Sequence[str]], Q: int,
+) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
+    """⟨u_q, g_i⟩ [Q, B] and ⟨u_q, G⟩ [Q] for a group of Q targets, by estimator.
 
     One target: the whole model at once. Several: a few parameters at a time, and no more targets
     at a time than fit the memory.
     """
     place = {k: i for i, k in enumerate(G)}
 
-    def some(names: Sequence[str], qs: slice) -> tuple[Tensor, Tensor]:
-        u = {}
-        for k in names:
-            v, f = _mean([p.of(k, qs) for p in points]).contiguous(), maps[k]
-            d = Direction(v, f.K) if isinstance(f, Scale) else Direction(_each(f, wide(v)))
-            u[k] = carry.carry(d, place[k])
-        return contract(u, {k: G[k] for k in names}, micros)
+    def some(names: Sequence[str], qs: slice) -> list[tuple[Tensor, Tensor]]:
+        gradients = {x: {k: g.of(k, qs) for k in names} for x, g in at.items()}
+        found = []
+        for points, maps, carry in ways:
+            u = {}
+            for k in names:
+                v, f = _mean([gradients[x][k] for x in points]).contiguous(), maps[k]
+                d = Direction(v, f.K) if isinstance(f, Scale) else Direction(_each(f, wide(v)))
+                u[k] = carry.carry(d, place[k])
+            found.append(contract(u, {k: G[k] for k in names}, micros))
+        return found
 
     if Q == 1:
         return some(list(G), slice(0, 1))
-    total, expected = None, None
-    for names in _pieces(parts, G, _AT_ONCE // Q):
-        n = max(1, min(Q, _AT_ONCE // sum(G[k].numel() for k in names)))
-        found = [some(names, slice(q, min(q + n, Q))) for q in range(0, Q, n)]
-        values, sums = (torch.cat(x) for x in zip(*found, strict=True))
-        total = values if total is None else total + values
-        expected = sums if expected is None else expected + sums
-    assert total is not None and expected is not None
-    scale = points[0].scale
-    return (total, expected) if scale is None else (total * scale[:, None], expected * scale)
+    total: list[tuple[Tensor, Tensor]] = []
+    most = _AT_ONCE // len(at)
+    for names in _pieces(parts, G, most // Q):
+        n = max(1, min(Q, most // sum(G[k].numel() for k in names)))
+        slices = [some(names, slice(q, min(q + n, Q))) for q in range(0, Q, n)]
+        more = [_joined(own) for own in zip(*slices, strict=True)]
+        total = [_plus(a, b) for a, b in zip(total, more, strict=True)] if total else more
+    scale = next(iter(at.values())).scale
+    if scale is None:
+        return total
+    return [(values * scale[:, None], sums * scale) for values, sums in total]
+
+
+def _joined(slices: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Of consecutive targets."""
+    return torch.cat([v for v, _ in slices]), torch.cat([s for _, s in slices])
+
+
+def _plus(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return a[0] + b[0], a[1] + b[1]
 
 
 def _pieces(

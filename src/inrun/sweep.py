@@ -1,6 +1,6 @@
 """Many targets in one pass: their batches side by side, their gradients told apart by the capture.
 
-Q targets cost about as much as Q more examples in the batch. The records of the pass are kept in
+Q targets cost about as much as Q more examples in the batch. The records of products are kept in
 ghost form, and the gradient of a parameter for each target is formed from them when the parameter
 is scored, so Q gradients of the whole model never exist at once.
 
@@ -108,7 +108,7 @@ class Sweep:
     ) -> Gradients:
         watched = tuple((k, id(p)) for k, p in params.items())
         if self._capture is None:
-            self._capture = Capture(self.model, params, form="ghost", probe=True)
+            self._capture = Capture(self.model, params, form="grouped", probe=True)
         elif self._watched != watched:
             self._capture.watch(params)
         self._watched = watched

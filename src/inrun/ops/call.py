@@ -19,7 +19,9 @@ from inrun.layout import Layout, name_of, to_rows
 from inrun.ops import cost
 from inrun.ops.records import Aligned, Dense, Record, Replay, wide_type
 
-Form = Literal["auto", "ghost", "materialise"]
+# "grouped": for gradients of groups of examples. Those of a product come as cheap from its ghost
+# form; elsewhere the smaller form.
+Form = Literal["auto", "ghost", "materialise", "grouped"]
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,9 @@ class OpRule:
         if call.form == "materialise":
             return call
         dense = sizes.dense <= sizes.ghost
-        if sizes.product is not None and self.weight is not None:
+        if call.form == "grouped":
+            dense = dense and sizes.product is None
+        elif sizes.product is not None and self.weight is not None:
             W = call.value(*self.weight)
             dense = cost.materialise(cost.Layer(call.B, *sizes.product, *_operand(W)), fast)
         return call.with_(form="materialise" if dense else "ghost")
