@@ -107,8 +107,11 @@ def narrowed(*ids: Tensor, pad: int = 0) -> tuple[Tensor, list[Tensor]]:
     return used, [number[x] for x in ids]
 
 
-def pretrained(where: str, used: Tensor, seed: int, classes: int = 2) -> Encoder:
-    """The encoder with a head of its own seed and an embedding of the tokens in use."""
+def pretrained(
+    where: str, used: Tensor, seed: int, classes: int = 2, layers: int | None = None
+) -> Encoder:
+    """The encoder (its first ``layers``, where given) with a head of its own seed and an embedding
+    of the tokens in use."""
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
 
@@ -119,8 +122,9 @@ def pretrained(where: str, used: Tensor, seed: int, classes: int = 2) -> Encoder
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForSequenceClassification.from_pretrained(
-                where, num_labels=classes, attn_implementation="eager", dtype=torch.float32
-            )
+                where, num_labels=classes, attn_implementation="eager", dtype=torch.float32,
+                **({} if layers is None else {"num_hidden_layers": layers}),
+            )  # fmt: skip
     finally:
         logging.set_verbosity(shown)
         if bars:

@@ -1,0 +1,104 @@
+"""The examples: what is trained on, what values are for, what accuracy is measured on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from experiments.common import encoder
+from experiments.common.encoder import Batch, Encoder
+from experiments.common.parts import Context, Settings
+
+TARGETS = ("held-out", "paper")  # disjoint from the evaluation, or the evaluation itself
+
+
+@dataclass
+class Task:
+    """``validation`` by target; ``choice`` is for learning rates; ``flipped`` says which labels of
+    ``train`` were turned (tiny size). No text of validation or choice is among the others."""
+
+    train: Batch
+    validation: dict[str, Batch]
+    choice: Batch
+    evaluation: Batch
+    flipped: Tensor
+    model: Callable[[int], Encoder]  # by seed: of the head, or of all weights where none are at hand
+
+
+def make(settings: Settings, context: Context) -> Task:
+    """The same examples for every seed: ``examples``, ``held_out``, ``choice`` and ``evaluation``
+    are how many, ``length`` that of texts in training; ``longest`` that of the others."""
+    s = settings
+    where = encoder.folder(context.data, s["hub"])
+    if s["pretrained"] or (context.data is not None and where is not None):
+        where = encoder.needed(context.data, s["hub"])
+        if context.data is None:
+            raise ValueError("SST-2 is needed: pass --data DIR with sst2/train.tsv and sst2/dev.tsv")
+        rest, dev = encoder.sst2(context.data, where, s["longest"])
+    else:
+        where = None
+        rest = encoder.passages(s["longest"])
+    order = torch.randperm(len(rest[0]), generator=torch.Generator().manual_seed(0))
+    if where is None:
+        dev, order = pick(rest, order[: s["evaluation"]]), order[s["evaluation"] :]
+    train = pick(rest, order[: s["examples"]])
+    evaluation = pick(dev, torch.arange(s["evaluation"]))
+    seen = {row.tobytes() for x in (train[0], dev[0]) for row in x.numpy()}
+    other = []
+    for i in order[s["examples"] :]:
+        text = rest[0][i].numpy().tobytes()
+        if text not in seen:
+            seen.add(text)
+            other.append(i)
+        if len(other) == s["held_out"] + s["choice"]:
+            break
+    else:
+        raise ValueError(
+            f"{s['held_out'] + s['choice']:,} further texts are wanted and there are {len(other):,}"
+        )
+    held_out = pick(rest, torch.stack(other[: s["held_out"]]))
+    choice = pick(rest, torch.stack(other[s["held_out"] :]))
+    used, ids = encoder.narrowed(train[0], held_out[0], choice[0], evaluation[0])
+    batches = [(x.to(context.device), y.to(context.device))
+               for x, (_, y) in zip(ids, (train, held_out, choice, evaluation), strict=True)]  # fmt: skip
+    (x, y), held_out, choice, evaluation = batches
+    flipped = torch.rand(len(y), generator=torch.Generator().manual_seed(1)) < s["noise"]
+    y = torch.where(flipped.to(y.device), 1 - y, y)
+
+    def model(seed: int) -> Encoder:
+        if where is None:
+            made = encoder.small(len(used), seed)
+        else:
+            made = encoder.pretrained(where, used, seed, layers=s["layers"])
+        return made.to(context.device)
+
+    return Task(
+        (cut(x, s["length"]), y), {"held-out": held_out, "paper": evaluation}, choice, evaluation,
+        flipped, model,
+    )  # fmt: skip
+
+
+def pick(data: Batch, rows: Tensor) -> Batch:
+    return data[0][rows], data[1][rows]
+
+
+def cut(ids: Tensor, length: int) -> Tensor:
+    """The first tokens; a text that is cut still ends with the token that ends texts."""
+    short = ids[:, :length].clone()
+    end = ids.gather(1, (ids != encoder.PAD).sum(1, keepdim=True) - 1)[:, 0]
+    over = (ids != encoder.PAD).sum(1) > length
+    short[over, -1] = end[over]
+    return short
+
+
+def order(examples: int, settings: Settings, seed: int) -> Tensor:
+    """Rows of each step, [steps, batch]: epochs one after the other, what is left over dropped."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    rows = torch.cat(
+        [torch.randperm(examples, generator=generator) for _ in range(settings["epochs"])]
+    )
+    steps = len(rows) // settings["batch"]
+    return rows[: steps * settings["batch"]].view(steps, settings["batch"])
