@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 Batch = tuple[Tensor, Tensor]  # tokens [N, T], labels [N]
-PAD = 0  # in ``narrowed`` tokens
+PAD = 0  # in ``narrowed`` tokens, and in those of both kinds
+KINDS = ("bert", "distilbert")
 
 
 class Encoder(nn.Module):
@@ -32,8 +33,7 @@ class Encoder(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         lowest = torch.finfo(torch.float32).min
         hidden = (ids == PAD).to(torch.float32)[:, None, None, :] * lowest
-        position = torch.arange(ids.shape[1], device=ids.device)[None]
-        return self.model(input_ids=ids, attention_mask=hidden, position_ids=position).logits
+        return self.model(input_ids=ids, attention_mask=hidden).logits
 
 
 def folder(data: Path | None, hub: str | None = None) -> str | None:
@@ -79,20 +79,20 @@ def sst2(data: Path, where: str, length: int) -> tuple[Batch, Batch]:
 
 @functools.cache
 def passages(length: int) -> Batch:
-    """Without data: is a passage of CPython's documentation from one half of its topics or the
-    other? Words as tokens, 0 is padding, 1 any rare word."""
+    """Without data: does a passage of CPython's documentation say "the"? Words as tokens, 0 is
+    padding, 1 any rare word. Easy enough for a small encoder that starts from nothing."""
     from pydoc_data.topics import topics
 
-    longest = sorted(topics.values(), key=len, reverse=True)[:16]
-    words = [re.findall(r"\w+", text.lower()) for text in longest]
+    words = [re.findall(r"\w+", text.lower()) for text in sorted(topics.values())]
     counts = Counter(w for text in words for w in text)
-    known = {w: i + 2 for i, (w, n) in enumerate(counts.most_common(500)) if n > 1}
-    rows, labels = [], []
-    for label, text in enumerate(words):
-        for i in range(0, len(text) - length, length):
-            rows.append([known.get(w, 1) for w in text[i : i + length]])
-            labels.append(label % 2)
-    return torch.tensor(rows), torch.tensor(labels)
+    known = {w: i + 2 for i, (w, _) in enumerate(counts.most_common(500))}
+    rows = [
+        [known.get(w, 1) for w in text[i : i + length]]
+        for text in words
+        for i in range(0, len(text) - length, length)
+    ]
+    ids = torch.tensor(rows)
+    return ids, (ids == known["the"]).any(1).long()
 
 
 def narrowed(*ids: Tensor, pad: int = 0) -> tuple[Tensor, list[Tensor]]:
@@ -107,11 +107,8 @@ def narrowed(*ids: Tensor, pad: int = 0) -> tuple[Tensor, list[Tensor]]:
     return used, [number[x] for x in ids]
 
 
-def pretrained(
-    where: str, used: Tensor, seed: int, classes: int = 2, layers: int | None = None
-) -> Encoder:
-    """The encoder (its first ``layers``, where given) with a head of its own seed and an embedding
-    of the tokens in use."""
+def pretrained(where: str, used: Tensor, seed: int, classes: int = 2) -> Encoder:
+    """The encoder with a head of its own seed and an embedding of the tokens in use."""
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
 
@@ -122,13 +119,14 @@ def pretrained(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForSequenceClassification.from_pretrained(
-                where, num_labels=classes, attn_implementation="eager", dtype=torch.float32,
-                **({} if layers is None else {"num_hidden_layers": layers}),
-            )  # fmt: skip
+                where, num_labels=classes, attn_implementation="eager", dtype=torch.float32
+            )
     finally:
         logging.set_verbosity(shown)
         if bars:
             logging.enable_progress_bar()
+    if (kind := model.config.model_type) not in KINDS:  # others count positions by the padding
+        raise ValueError(f"{where}: the encoder is of kind {kind!r}; use {' or '.join(KINDS)}")
     whole = model.get_input_embeddings()
     own = nn.Embedding(len(used), whole.embedding_dim)
     with torch.no_grad():
@@ -143,7 +141,7 @@ def small(words: int, seed: int, classes: int = 2, **shape: Any) -> Encoder:
 
     sizes = {
         "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "intermediate_size": 32, "max_position_embeddings": 64,
+        "intermediate_size": 32, "max_position_embeddings": 64, "initializer_range": 0.1,
     }  # fmt: skip
     config = BertConfig(vocab_size=words, num_labels=classes, **(sizes | shape))
     config._attn_implementation = "eager"

@@ -12,7 +12,7 @@ SGD_RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # the paper's first; chosen by held-
 PARTS = {"watch": training.watch, "full": training.full, "prune": training.prune}
 MOST: Settings = {  # the paper's, where it says
     "examples": 10_000, "evaluation": 872, "held_out": 872, "choice": 2000, "noise": 0.0,
-    "pretrained": True, "hub": None, "layers": None, "length": 40, "longest": 56, "batch": 16,
+    "pretrained": True, "hub": None, "length": 40, "longest": 56, "batch": 16,
     "epochs": 5, "validation": 64, "bfloat16": True,
 }  # fmt: skip
 OPTIMIZERS: dict[str, Settings] = {
@@ -28,15 +28,15 @@ def parts(size: str) -> dict[str, Settings]:
     small = MOST | {"pretrained": False, "bfloat16": False}
     if size == "tiny":
         common = small | {
-            "examples": 64, "evaluation": 64, "held_out": 32, "choice": 32, "noise": 0.2,
-            "length": 8, "longest": 12, "epochs": 3, "validation": 16,
+            "examples": 96, "evaluation": 64, "held_out": 32, "choice": 32, "noise": 0.2,
+            "length": 10, "longest": 12, "epochs": 2, "validation": 16,
         }  # fmt: skip
         rates = {"adamw": (1e-2,), "sgd": (1e-2, 1e-1)}
         return expanded(common, rates, seeds=[0, 1], ratios=[0.2], repeats=2, cuts=2)
     if size == "smoke":
         common = small | {
-            "examples": 320, "evaluation": 256, "held_out": 128, "choice": 64, "layers": 2,
-            "length": 24, "longest": 24, "epochs": 2, "validation": 32,
+            "examples": 192, "evaluation": 128, "held_out": 128, "choice": 64, "length": 20,
+            "longest": 20, "epochs": 2, "validation": 16, "estimators": ["secant", "tangent"],
         }  # fmt: skip
         return expanded(common, {"adamw": (2e-4,)}, seeds=[0, 1], ratios=[0.2], repeats=2, cuts=1)
     rates = {name: o["rates"] for name, o in OPTIMIZERS.items()}
@@ -51,7 +51,7 @@ def expanded(
     trainings on what is left."""
     found: dict[str, Settings] = {}
     for name, choices in rates.items():
-        own = common | {k: v for k, v in OPTIMIZERS[name].items() if k != "rates"}
+        own = {k: v for k, v in OPTIMIZERS[name].items() if k != "rates"} | common
         names = {lr: f"full-{name}-{lr:.0e}".replace("e-0", "e-") for lr in choices}
         for lr, part in names.items():
             found[part] = own | {"kind": "full", "seeds": seeds, "lr": lr}

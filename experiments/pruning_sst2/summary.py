@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -77,13 +77,13 @@ def paired(cells: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
         pairs = [(f"{by}: bottom − random", ("bottom", by), ("random", None)) for by in sources]
         pairs += [(f"{by}: random − top", ("random", None), ("top", by)) for by in sources]
         for target in dict.fromkeys(by.split(", ")[1] for by in sources):
-            a, b = f"secant, {target}", f"tangent, {target}"
-            for which in ("bottom", "top"):
-                pairs.append((f"{target}: secant − tangent, {which}", (which, a), (which, b)))
-        for what, a, b in pairs:  # type: ignore[assignment]
+            for w in ("bottom", "top"):
+                both = (w, f"secant, {target}"), (w, f"tangent, {target}")
+                pairs.append((f"{target}: secant − tangent, {w}", *both))
+        for what, a, b in pairs:
             every = {}
             for ratio in ratios:
-                x, y = (at[optimizer, ratio, *k]["by_seed"] for k in (a, b))
+                x, y = (at[optimizer, ratio, which, by]["by_seed"] for which, by in (a, b))
                 every[ratio] = {m: np.subtract(x[m], y[m]) for m in ("accuracy", "choice")}
             groups: dict[Any, list[Any]] = {r: [d] for r, d in every.items()}
             if len(ratios) > 1:
@@ -112,7 +112,7 @@ def agreement(watched: list[dict[str, Any]]) -> dict[str, Any]:
                     by: np.sum([unpacked(p["values"][by]) for p in pieces], axis=0)
                     for by in pieces[0]["values"]
                 }
-                gaps = [abs(b["loss"][0] - a["loss"][1]) for a, b in zip(pieces, pieces[1:])]  # noqa: B905
+                gaps = [abs(b["loss"][0] - a["loss"][1]) for a, b in pairwise(pieces)]
                 drift = max([drift, *gaps])
         if sums:
             found[optimizer] = {"drift": rounded(drift), "pairs": pairs_of(sums)}

@@ -30,9 +30,7 @@ def accuracy(committed: dict[str, Any]) -> str:
                 at[optimizer, ratio, w, None if w == "random" else by]["accuracy"] for w in WHICH
             )
             found = " | ".join(f"{c['mean']:.4f} ± {c['sd']:.4f}" for c in own)
-            lines.append(
-                f"| {size} | {NAMES[optimizer]} | {ratio:.0%} | {source(by)} | {found} |"
-            )
+            lines.append(f"| {size} | {NAMES[optimizer]} | {ratio:.0%} | {source(by)} | {found} |")
     return "\n".join(lines)
 
 

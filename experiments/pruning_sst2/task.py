@@ -18,14 +18,15 @@ TARGETS = ("held-out", "paper")  # disjoint from the evaluation, or the evaluati
 @dataclass
 class Task:
     """``validation`` by target; ``choice`` is for learning rates; ``flipped`` says which labels of
-    ``train`` were turned (tiny size). No text of validation or choice is among the others."""
+    ``train`` were turned (tiny size). Held-out and choice share no text with the others. ``model``
+    is made from a seed: of its head, or of all weights where none are at hand."""
 
     train: Batch
     validation: dict[str, Batch]
     choice: Batch
     evaluation: Batch
     flipped: Tensor
-    model: Callable[[int], Encoder]  # by seed: of the head, or of all weights where none are at hand
+    model: Callable[[int], Encoder]
 
 
 def make(settings: Settings, context: Context) -> Task:
@@ -36,7 +37,9 @@ def make(settings: Settings, context: Context) -> Task:
     if s["pretrained"] or (context.data is not None and where is not None):
         where = encoder.needed(context.data, s["hub"])
         if context.data is None:
-            raise ValueError("SST-2 is needed: pass --data DIR with sst2/train.tsv and sst2/dev.tsv")
+            raise ValueError(
+                "SST-2 is needed: pass --data DIR with sst2/train.tsv and sst2/dev.tsv"
+            )
         rest, dev = encoder.sst2(context.data, where, s["longest"])
     else:
         where = None
@@ -62,9 +65,10 @@ def make(settings: Settings, context: Context) -> Task:
     held_out = pick(rest, torch.stack(other[: s["held_out"]]))
     choice = pick(rest, torch.stack(other[s["held_out"] :]))
     used, ids = encoder.narrowed(train[0], held_out[0], choice[0], evaluation[0])
-    batches = [(x.to(context.device), y.to(context.device))
-               for x, (_, y) in zip(ids, (train, held_out, choice, evaluation), strict=True)]  # fmt: skip
-    (x, y), held_out, choice, evaluation = batches
+    labels = (y for _, y in (train, held_out, choice, evaluation))
+    (x, y), held_out, choice, evaluation = (
+        (x.to(context.device), y.to(context.device)) for x, y in zip(ids, labels, strict=True)
+    )
     flipped = torch.rand(len(y), generator=torch.Generator().manual_seed(1)) < s["noise"]
     y = torch.where(flipped.to(y.device), 1 - y, y)
 
@@ -72,7 +76,7 @@ def make(settings: Settings, context: Context) -> Task:
         if where is None:
             made = encoder.small(len(used), seed)
         else:
-            made = encoder.pretrained(where, used, seed, layers=s["layers"])
+            made = encoder.pretrained(where, used, seed)
         return made.to(context.device)
 
     return Task(

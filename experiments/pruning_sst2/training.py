@@ -42,8 +42,8 @@ def watch(settings: Settings, context: Context) -> dict[str, Any]:
         loss.backward()
         seen.add_(loss.detach())
 
-    for _ in warmed(optimizer, range(first), len(rows), lr, settings):
-        forward(_)
+    for step in warmed(optimizer, range(first), len(rows), lr, settings):
+        forward(step)
         optimizer.step()
         optimizer.zero_grad()
     before = float(seen) / max(first, 1)
@@ -109,9 +109,7 @@ def fit(
     torch.set_float32_matmul_precision("high")
     lr = rate(settings, context)
     model = task.model(seeds[0]).train()
-    stack, optimizer = stacked(
-        model, tasks.optimizer(settings["optimizer"], model, lr), len(seeds)
-    )
+    stack, optimizer = stacked(model, tasks.optimizer(settings["optimizer"], model, lr), len(seeds))
     for seed in set(seeds):
         fresh = dict(task.model(seed).named_parameters())
         for c in (c for c, s in enumerate(seeds) if s == seed):
@@ -127,13 +125,12 @@ def fit(
         lambda: precision(settings, context),
     )  # fmt: skip
     model.eval()
-    scores = {name: measured(model, stack, batch, settings, context)
-              for name, batch in (("evaluation", task.evaluation), ("choice", task.choice))}  # fmt: skip
+    accuracy, loss = measured(model, stack, task.evaluation, settings, context)
+    choice, _ = measured(model, stack, task.choice, settings, context)
     return [
-        {"seed": seed, "accuracy": scores["evaluation"][0][c], "loss": scores["evaluation"][1][c],
-         "choice": scores["choice"][0][c]}
+        {"seed": seed, "accuracy": accuracy[c], "loss": loss[c], "choice": choice[c]}
         for c, seed in enumerate(seeds)
-    ]  # fmt: skip
+    ]
 
 
 def measured(
@@ -150,9 +147,7 @@ def measured(
 def precision(settings: Settings, context: Context) -> AbstractContextManager[Any]:
     """bfloat16 where it is asked for, on a GPU."""
     half = settings["bfloat16"] and context.device.type == "cuda"
-    return torch.autocast(
-        context.device.type, torch.bfloat16, enabled=half, cache_enabled=False
-    )
+    return torch.autocast(context.device.type, torch.bfloat16, enabled=half, cache_enabled=False)
 
 
 def warmed(
