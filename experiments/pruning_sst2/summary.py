@@ -74,6 +74,7 @@ def paired(cells: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
         own = [c for c in cells if c["optimizer"] == optimizer]
         ratios = sorted({c["ratio"] for c in own})
         sources = list(dict.fromkeys(c["by"] for c in own if c["by"]))
+        pairs: list[tuple[str, Any, Any]]
         pairs = [(f"{by}: bottom − random", ("bottom", by), ("random", None)) for by in sources]
         pairs += [(f"{by}: random − top", ("random", None), ("top", by)) for by in sources]
         for target in dict.fromkeys(by.split(", ")[1] for by in sources):

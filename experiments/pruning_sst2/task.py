@@ -34,40 +34,26 @@ def make(settings: Settings, context: Context) -> Task:
     are how many, ``length`` that of texts in training; ``longest`` that of the others."""
     s = settings
     where = encoder.folder(context.data, s["hub"])
-    if s["pretrained"] or (context.data is not None and where is not None):
+    if s["pretrained"] and context.data is None:
+        raise ValueError("SST-2 is missing: pass --data DIR with sst2/train.tsv and dev.tsv")
+    if context.data is not None and (s["pretrained"] or where is not None):
         where = encoder.needed(context.data, s["hub"])
-        if context.data is None:
-            raise ValueError(
-                "SST-2 is needed: pass --data DIR with sst2/train.tsv and sst2/dev.tsv"
-            )
         rest, dev = encoder.sst2(context.data, where, s["longest"])
+        order = shuffled(len(rest[0]))
     else:
-        where = None
-        rest = encoder.passages(s["longest"])
-    order = torch.randperm(len(rest[0]), generator=torch.Generator().manual_seed(0))
-    if where is None:
+        where, rest = None, encoder.passages(s["longest"])
+        order = shuffled(len(rest[0]))
         dev, order = pick(rest, order[: s["evaluation"]]), order[s["evaluation"] :]
     train = pick(rest, order[: s["examples"]])
-    evaluation = pick(dev, torch.arange(s["evaluation"]))
-    seen = {row.tobytes() for x in (train[0], dev[0]) for row in x.numpy()}
-    other = []
-    for i in order[s["examples"] :]:
-        text = rest[0][i].numpy().tobytes()
-        if text not in seen:
-            seen.add(text)
-            other.append(i)
-        if len(other) == s["held_out"] + s["choice"]:
-            break
-    else:
-        raise ValueError(
-            f"{s['held_out'] + s['choice']:,} further texts are wanted and there are {len(other):,}"
-        )
-    held_out = pick(rest, torch.stack(other[: s["held_out"]]))
-    choice = pick(rest, torch.stack(other[s["held_out"] :]))
-    used, ids = encoder.narrowed(train[0], held_out[0], choice[0], evaluation[0])
-    labels = (y for _, y in (train, held_out, choice, evaluation))
+    more = others(rest[0], order[s["examples"] :], (train[0], dev[0]), s["held_out"] + s["choice"])
+    data = (
+        train, pick(rest, more[: s["held_out"]]), pick(rest, more[s["held_out"] :]),
+        pick(dev, torch.arange(s["evaluation"])),
+    )  # fmt: skip
+    used, ids = encoder.narrowed(*(x for x, _ in data))
     (x, y), held_out, choice, evaluation = (
-        (x.to(context.device), y.to(context.device)) for x, y in zip(ids, labels, strict=True)
+        (own.to(context.device), labels.to(context.device))
+        for own, (_, labels) in zip(ids, data, strict=True)
     )
     flipped = torch.rand(len(y), generator=torch.Generator().manual_seed(1)) < s["noise"]
     y = torch.where(flipped.to(y.device), 1 - y, y)
@@ -83,6 +69,24 @@ def make(settings: Settings, context: Context) -> Task:
         (cut(x, s["length"]), y), {"held-out": held_out, "paper": evaluation}, choice, evaluation,
         flipped, model,
     )  # fmt: skip
+
+
+def shuffled(n: int) -> Tensor:
+    return torch.randperm(n, generator=torch.Generator().manual_seed(0))
+
+
+def others(ids: Tensor, order: Tensor, than: tuple[Tensor, ...], wanted: int) -> Tensor:
+    """Rows, in this order, whose texts are not among these and not twice: SST-2 repeats itself."""
+    seen = {row.tobytes() for x in than for row in x.numpy()}
+    found: list[int] = []
+    for i in order.tolist():
+        text = ids[i].numpy().tobytes()
+        if text not in seen:
+            seen.add(text)
+            found.append(i)
+        if len(found) == wanted:
+            return torch.tensor(found)
+    raise ValueError(f"{wanted:,} further texts are wanted and there are {len(found):,}")
 
 
 def pick(data: Batch, rows: Tensor) -> Batch:

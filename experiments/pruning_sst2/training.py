@@ -34,10 +34,10 @@ def watch(settings: Settings, context: Context) -> dict[str, Any]:
     rows = order(len(task.train[0]), settings, settings["seed"])
     part, parts = settings["part"]
     first, last = (len(rows) * i // parts for i in (part, part + 1))
-    seen = torch.zeros((), device=context.device)
+    seen, there = torch.zeros((), device=context.device), rows.to(context.device)
 
     def forward(step: int) -> None:
-        ids = rows[step].to(context.device)
+        ids = there[step]
         loss = tasks.classify(model, (task.train[0][ids], task.train[1][ids]))
         loss.backward()
         seen.add_(loss.detach())
@@ -47,7 +47,7 @@ def watch(settings: Settings, context: Context) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     before = float(seen) / max(first, 1)
-    targets = {name: batches(task.validation[name], settings["validation"]) for name in TARGETS}
+    targets = {n: batches(task.validation[n], settings["validation"], first) for n in TARGETS}
     with inrun.watch(
         model, optimizer, targets=targets, loss=tasks.classify, estimator=settings["estimators"],
         audit_every=0, chunk=settings["validation"],  # a pass for each: recorded on a GPU
@@ -183,11 +183,12 @@ def keep(n: int, removed: Tensor) -> Tensor:
     return left.nonzero()[:, 0]
 
 
-def batches(data: Batch, rows: int) -> list[Batch]:
-    """In a random order, what is left over dropped."""
+def batches(data: Batch, rows: int, first: int) -> list[Batch]:
+    """In a random order, what is left over dropped; cycled to begin where step ``first`` is."""
     shuffled = torch.randperm(len(data[1]), generator=torch.Generator().manual_seed(2))
     whole = shuffled[: len(shuffled) // rows * rows].to(data[1].device)
-    return [(data[0][i], data[1][i]) for i in whole.split(rows)]
+    found = [(data[0][i], data[1][i]) for i in whole.split(rows)]
+    return found[first % len(found) :] + found[: first % len(found)]
 
 
 def packed(values: np.ndarray) -> str:
