@@ -8,7 +8,7 @@ import torch
 from test_experiments import run
 from torch.profiler import profile
 
-from experiments import load
+from experiments import load, overview
 from experiments.common import encoder, tasks
 from experiments.common.parts import Context, reproduce
 from experiments.common.stacked import backward, stacked
@@ -51,6 +51,9 @@ def test_tiny(folder):
         found = summary["agreement"][optimizer]
         assert found["drift"] == 0  # pieces of one run, watched one by one
         assert found["pairs"]["secant, paper / tangent, paper"]["spearman"] < 1
+    rows = overview.pruning(summary)
+    assert len(rows) == 4 and all(r[1].count("+") == 2 for r in rows)
+    assert rows[1][3].startswith(f"{expected:+.4f} / ") and rows[2][4] == overview.NONE
     grid = [f for f in summary["full"] if f["optimizer"] == "sgd-momentum"]
     best = max(grid, key=lambda f: f["choice"]["mean"])
     assert cells["sgd-momentum", "random", None]["lr"] == best["lr"] and len(grid) == 2
