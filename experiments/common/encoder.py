@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,27 +59,34 @@ def needed(data: Path | None, hub: str | None = None) -> str:
     return where
 
 
-@functools.cache  # parts of one run read the same texts
 def sst2(data: Path, where: str, length: int) -> tuple[Batch, Batch]:
     """SST-2, all of it: (train, dev), longer texts cut, shorter ones padded."""
+    train, dev = (
+        (tokens(where, x, length), y) for x, y in (read(data, "train"), read(data, "dev"))
+    )
+    return train, dev
+
+
+@functools.cache  # parts of one run read the same texts
+def read(data: Path, name: str) -> tuple[list[str], Tensor]:
+    """The texts of SST-2's "train" or "dev", and their labels."""
+    file = data / "sst2" / f"{name}.tsv"
+    if not file.is_file():
+        raise ValueError(f"{file} is missing: experiments/README.md says what it holds")
+    rows = [line.rsplit("\t", 1) for line in file.read_text("utf-8").split("\n")[1:] if line]
+    return [text for text, _ in rows], torch.tensor([int(label) for _, label in rows])
+
+
+def tokens(where: str, texts: Sequence[str], length: int) -> Tensor:
+    """[texts, length]: longer ones cut, shorter ones padded."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(where)
     except OSError as error:  # a name of the hub that cannot be reached
         raise ValueError(MISSING) from error
-
-    def read(name: str) -> Batch:
-        file = data / "sst2" / name
-        if not file.is_file():
-            raise ValueError(f"{file} is missing: experiments/README.md says what it holds")
-        rows = [line.rsplit("\t", 1) for line in file.read_text("utf-8").split("\n")[1:] if line]
-        texts = tokenizer(
-            [text for text, _ in rows], truncation=True, max_length=length, padding="max_length"
-        )
-        return torch.tensor(texts["input_ids"]), torch.tensor([int(label) for _, label in rows])
-
-    return read("train.tsv"), read("dev.tsv")
+    found = tokenizer(list(texts), truncation=True, max_length=length, padding="max_length")
+    return torch.tensor(found["input_ids"])
 
 
 @functools.cache

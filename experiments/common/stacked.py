@@ -6,6 +6,7 @@ copies, so C steps from the same state, or C trainings, are one call of ``optimi
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -106,7 +107,7 @@ def train(
 
 def replayed(work: Callable[[], None], device: torch.device, before: int = 2) -> Any:
     """``work`` recorded as a CUDA graph: under ``vmap`` the host launches kernels more slowly than
-    a GPU does them. On a CPU ``work`` itself."""
+    a GPU does them. On a CPU, or where it cannot be recorded, ``work`` itself."""
     if device.type != "cuda":
         return work
     side = torch.cuda.Stream()
@@ -116,8 +117,13 @@ def replayed(work: Callable[[], None], device: torch.device, before: int = 2) ->
             work()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
+    try:
+        with torch.cuda.graph(graph):
+            work()
+    except RuntimeError as error:
+        torch.cuda.synchronize()
+        warnings.warn(f"not recorded as a CUDA graph, and slow for it: {error}", stacklevel=2)
+        return work
     return graph.replay
 
 

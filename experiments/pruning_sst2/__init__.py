@@ -35,8 +35,8 @@ def parts(size: str) -> dict[str, Settings]:
         return expanded(common, rates, seeds=[0, 1], ratios=[0.2], repeats=2, cuts=2)
     if size == "smoke":
         common = small | {
-            "examples": 192, "evaluation": 128, "held_out": 128, "choice": 64, "length": 20,
-            "longest": 20, "epochs": 2, "validation": 16, "estimators": ["secant", "tangent"],
+            "examples": 160, "evaluation": 128, "held_out": 64, "choice": 64, "length": 16,
+            "longest": 16, "epochs": 2, "validation": 16, "estimators": ["secant", "tangent"],
         }  # fmt: skip
         return expanded(common, {"adamw": (2e-4,)}, seeds=[0, 1], ratios=[0.2], repeats=2, cuts=1)
     rates = {name: o["rates"] for name, o in OPTIMIZERS.items()}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,18 +40,9 @@ def make(settings: Settings, context: Context) -> Task:
         raise ValueError("SST-2 is missing: pass --data DIR with sst2/train.tsv and dev.tsv")
     if context.data is not None and (s["pretrained"] or where is not None):
         where = encoder.needed(context.data, s["hub"])
-        rest, dev = encoder.sst2(context.data, where, s["longest"])
-        order = shuffled(len(rest[0]))
+        data = from_sst2(s, context.data, where)
     else:
-        where, rest = None, encoder.passages(s["longest"])
-        order = shuffled(len(rest[0]))
-        dev, order = pick(rest, order[: s["evaluation"]]), order[s["evaluation"] :]
-    train = pick(rest, order[: s["examples"]])
-    more = others(rest[0], order[s["examples"] :], (train[0], dev[0]), s["held_out"] + s["choice"])
-    data = (
-        train, pick(rest, more[: s["held_out"]]), pick(rest, more[s["held_out"] :]),
-        pick(dev, torch.arange(s["evaluation"])),
-    )  # fmt: skip
+        where, data = None, from_passages(s)
     used, ids = encoder.narrowed(*(x for x, _ in data))
     (x, y), held_out, choice, evaluation = (
         (own.to(context.device), labels.to(context.device))
@@ -71,26 +64,42 @@ def make(settings: Settings, context: Context) -> Task:
     )  # fmt: skip
 
 
-def shuffled(n: int) -> Tensor:
-    return torch.randperm(n, generator=torch.Generator().manual_seed(0))
+def from_sst2(s: Settings, data: Path, where: str) -> list[Batch]:
+    """Training, held-out and choice from SST-2's training set, evaluation from its other one."""
+    texts, labels = encoder.read(data, "train")
+    other, other_labels = encoder.read(data, "dev")
+    groups = split(s, texts, shuffled(len(texts)), set(other))
+    chosen = [([texts[i] for i in rows], labels[rows]) for rows in groups]
+    chosen.append((other[: s["evaluation"]], other_labels[: s["evaluation"]]))
+    return [(encoder.tokens(where, x, s["longest"]), y) for x, y in chosen]
 
 
-def others(ids: Tensor, order: Tensor, than: tuple[Tensor, ...], wanted: int) -> Tensor:
-    """Rows, in this order, whose texts are not among these and not twice: SST-2 repeats itself."""
-    seen = {row.tobytes() for x in than for row in x.numpy()}
+def from_passages(s: Settings) -> list[Batch]:
+    ids, labels = encoder.passages(s["longest"])
+    texts = [row.tobytes() for row in ids.numpy()]
+    order = shuffled(len(texts))
+    first, order = order[: s["evaluation"]], order[s["evaluation"] :]
+    groups = [*split(s, texts, order, {texts[i] for i in first}), first]
+    return [(ids[rows], labels[rows]) for rows in groups]
+
+
+def split(s: Settings, texts: Sequence[Any], order: list[int], seen: set[Any]) -> list[list[int]]:
+    """Rows for training, then held-out and choice, whose texts are not among the former, those
+    already ``seen``, and not twice: SST-2 repeats itself."""
+    train, wanted = order[: s["examples"]], s["held_out"] + s["choice"]
+    seen = seen | {texts[i] for i in train}
     found: list[int] = []
-    for i in order.tolist():
-        text = ids[i].numpy().tobytes()
-        if text not in seen:
-            seen.add(text)
+    for i in order[s["examples"] :]:
+        if texts[i] not in seen:
+            seen.add(texts[i])
             found.append(i)
         if len(found) == wanted:
-            return torch.tensor(found)
+            return [train, found[: s["held_out"]], found[s["held_out"] :]]
     raise ValueError(f"{wanted:,} further texts are wanted and there are {len(found):,}")
 
 
-def pick(data: Batch, rows: Tensor) -> Batch:
-    return data[0][rows], data[1][rows]
+def shuffled(n: int) -> list[int]:
+    return torch.randperm(n, generator=torch.Generator().manual_seed(0)).tolist()
 
 
 def cut(ids: Tensor, length: int) -> Tensor:

@@ -12,6 +12,7 @@ from experiments import load, overview
 from experiments.common import encoder, tasks
 from experiments.common.parts import Context, reproduce
 from experiments.common.stacked import backward, stacked
+from experiments.common.statistics import students
 from experiments.pruning_sst2 import parts, task, training
 from experiments.pruning_sst2.summary import summarise
 
@@ -141,6 +142,16 @@ def test_examples_are_disjoint():
     assert torch.equal(made.validation["paper"][0], made.evaluation[0])
     clean = task.make(TINY["full-adamw-1e-2"] | {"noise": 0.0}, CPU)
     assert torch.equal(clean.train[1] != made.train[1], made.flipped) and made.flipped.any()
+
+
+def test_students_interval():
+    from scipy.stats import ttest_1samp
+
+    values = [0.01, 0.03, -0.005]
+    low, high = ttest_1samp(values, 0).confidence_interval(0.95)
+    found = students(values)
+    assert (found["low"], found["high"]) == pytest.approx((low, high))
+    assert students([1.0])["low"] is None
 
 
 def test_parts_name_what_they_need():
