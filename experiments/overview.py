@@ -124,7 +124,7 @@ def pruning(summary: dict[str, Any]) -> list[Row]:
         own = "all" if "all" in ratios else next(iter(ratios))
         known = [v for r, v in PAPER[optimizer].items() if r in ratios]
         paper = [sum(v[i] - v[i + 1] for v in known) / len(known) for i in (0, 1)]
-        for target in ("held-out", "paper"):
+        for target in ("held-out", "evaluation"):
             cells = []
             for e in ("tangent", "secant", "sgd"):
                 pair = [at.get((optimizer, own, f"{e}, {target}: {what}"))

@@ -43,15 +43,17 @@ def test_tiny(folder):
         assert [by for o, w, by in cells if (o, w) == ("sgd-momentum", which)] == sources[:4]
     random = cells["adamw", "random", None]
     assert random["runs"] == 4 and cells["adamw", "top", sources[0]]["runs"] == 2
-    d = next(d for d in summary["differences"] if d["what"] == "secant, paper: bottom − random")
-    bottom = np.array(cells["adamw", "bottom", "secant, paper"]["by_seed"]["accuracy"])
+    d = next(
+        d for d in summary["differences"] if d["what"] == "secant, evaluation: bottom − random"
+    )
+    bottom = np.array(cells["adamw", "bottom", "secant, evaluation"]["by_seed"]["accuracy"])
     expected = (bottom - random["by_seed"]["accuracy"]).mean()
     assert d["accuracy"]["mean"] == pytest.approx(expected, abs=1e-5)
     assert d["accuracy"]["low"] <= d["accuracy"]["mean"] <= d["accuracy"]["high"]
     for optimizer in ("adamw", "sgd-momentum"):
         found = summary["agreement"][optimizer]
         assert found["drift"] == 0  # pieces of one run, watched one by one
-        assert found["pairs"]["secant, paper / tangent, paper"]["spearman"] < 1
+        assert found["pairs"]["secant, evaluation / tangent, evaluation"]["spearman"] < 1
     rows = overview.pruning(summary)
     assert len(rows) == 4 and all(r[1].count("+") == 2 for r in rows)
     assert rows[1][3].startswith(f"{expected:+.4f} / ") and rows[2][4] == overview.NONE
@@ -87,7 +89,7 @@ def test_what_is_removed():
     settings = TINY["prune-adamw-20"] | {"seeds": [0], "repeats": 1, "epochs": 1}
     flipped = task.make(settings, CPU).flipped
     least = training.packed(-flipped.double().numpy())
-    context = Context(CPU.device, result=lambda part: {"values": {"tangent, paper": least}})
+    context = Context(CPU.device, result=lambda part: {"values": {"tangent, evaluation": least}})
     settings["values_from"] = {"0": ["a", "b"]}
     _, bottom, top = training.prune(settings, context)["runs"]
     removed = round(0.2 * len(flipped))
@@ -139,7 +141,7 @@ def test_examples_are_disjoint():
     made = task.make(TINY["full-adamw-1e-2"], CPU)
     texts = [{tuple(r) for r in x.tolist()} for x, _ in (*made.validation.values(), made.choice)]
     assert not texts[0] & texts[1] and not texts[0] & texts[2] and not texts[1] & texts[2]
-    assert torch.equal(made.validation["paper"][0], made.evaluation[0])
+    assert torch.equal(made.validation["evaluation"][0], made.evaluation[0])
     clean = task.make(TINY["full-adamw-1e-2"] | {"noise": 0.0}, CPU)
     assert torch.equal(clean.train[1] != made.train[1], made.flipped) and made.flipped.any()
 
