@@ -44,6 +44,7 @@ def draw(committed: dict[str, Any]) -> Any:
             estimator, target = by.split(", ")
             ax.set_title(f"{NAMES[optimizer]} ({size})\n{SHORT[estimator]}, {target}", fontsize=8)
             ax.set(xlabel="removed, %", ylabel="accuracy")
+            ax.set_xticks(sorted({100 * c["ratio"] for c in own}))
             ax.sharey(row[0])
     axes[0][0].legend(fontsize=7)
     return figure
