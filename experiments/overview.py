@@ -8,6 +8,7 @@ from typing import Any
 from experiments import load
 from experiments.common.figures import last
 from experiments.efficiency import here
+from experiments.pruning_sst2.summary import NAMES, PAPER
 
 Row = tuple[str, str, str, str, str]  # what, the paper, tangent, secant, SGD
 NONE = "–"
@@ -114,6 +115,29 @@ def efficiency(summary: dict[str, Any]) -> list[Row]:
     return rows
 
 
+def pruning(summary: dict[str, Any]) -> list[Row]:
+    """Mean differences over the ratios there are, beside the paper's over the same."""
+    at = {(d["optimizer"], d["ratio"], d["what"]): d["accuracy"] for d in summary["differences"]}
+    rows = []
+    for optimizer in dict.fromkeys(o for o, _, _ in at):
+        ratios = {r for o, r, _ in at if o == optimizer}
+        own = "all" if "all" in ratios else next(iter(ratios))
+        known = [v for r, v in PAPER[optimizer].items() if r in ratios]
+        paper = [sum(v[i] - v[i + 1] for v in known) / len(known) for i in (0, 1)]
+        for target in ("held-out", "evaluation"):
+            cells = []
+            for e in ("tangent", "secant", "sgd"):
+                pair = [at.get((optimizer, own, f"{e}, {target}: {what}"))
+                        for what in ("bottom − random", "random − top")]  # fmt: skip
+                cells.append(" / ".join(f"{x['mean']:+.4f}" for x in pair if x) or NONE)
+            what = (
+                "Table 3: accuracy, bottom − random / random − top removed "
+                f"({NAMES[optimizer]}, values for {target})"
+            )
+            rows.append((what, " / ".join(f"{x:+.4f}" for x in paper), *cells))
+    return rows
+
+
 def both(c: dict[str, float]) -> str:
     return f"{c['pearson']:.3f} / {c['spearman']:.3f}"
 
@@ -126,4 +150,5 @@ ROWS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
     "ghost": ghost,
     "efficiency": efficiency,
     "adds-up": adds_up,
+    "pruning-sst2": pruning,
 }

@@ -65,11 +65,12 @@ class Experiment:
 
 @dataclass
 class Context:
-    """Where a part runs, and how it says how far it is."""
+    """Where a part runs, how it says how far it is, and what earlier parts found."""
 
     device: torch.device
     data: Path | None = None
     say: Callable[[int, int], None] = lambda done, total: None
+    result: Callable[[str], Any] = lambda part: None
 
     def track(self, total: int) -> Iterator[int]:
         """``range(total)`` with progress."""
@@ -98,7 +99,7 @@ def reproduce(
         for name, settings in parts.items():
             begin(name)
             if finished(out, name, settings) is None:
-                context = Context(where, data, tick)
+                context = Context(where, data, tick, earlier(experiment, size, out))
                 start = time.perf_counter()
                 with own_precision():
                     result = experiment.measure(settings, context)
@@ -156,6 +157,22 @@ def finished(out: Path, name: str, settings: Settings) -> dict[str, Any] | None:
     except (FileNotFoundError, json.JSONDecodeError):
         return None
     return record if record.get("settings") == json.loads(json.dumps(settings)) else None
+
+
+def earlier(experiment: Experiment, size: str, out: Path) -> Callable[[str], Any]:
+    """Results of other parts, for a part that builds on them."""
+    parts = experiment.parts(size)
+
+    def result(part: str) -> Any:
+        record = finished(out, part, parts[part])
+        if record is None:
+            raise ValueError(
+                f"part {part} has to be done first: `inrun reproduce {experiment.name} --size "
+                f"{size} --only {part}`, with the same --out"
+            )
+        return record["result"]
+
+    return result
 
 
 def write(path: Path, data: Any) -> None:

@@ -6,7 +6,9 @@ copies, so C steps from the same state, or C trainings, are one call of ``optimi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,12 +16,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Stack = dict[str, nn.Parameter]
+Loss = Callable[[nn.Module, Any], Tensor]
 
 
 class WithLoss(nn.Module):
     """The loss as a module, so that ``functional_call`` can put other weights below it."""
 
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> None:
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
         self.model, self.loss = model, loss
 
@@ -46,28 +49,85 @@ def stacked(model: nn.Module, optimizer: Optimizer, copies: int) -> tuple[Stack,
     return stack, twin
 
 
-def losses(
-    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], stack: dict[str, Any], batch: Any
-) -> Tensor:
+def losses(model: nn.Module, loss: Loss, stack: dict[str, Any], batch: Any) -> Tensor:
     """The loss of each copy on the same batch: [C]."""
-    inner = WithLoss(model, loss)
-
-    def one(weights: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(
-            inner, {f"model.{k}": w for k, w in weights.items()}, (batch,)
-        )
-
+    one = _with_weights(model, loss)
     first = next(iter(stack.values()))
     with torch.no_grad():
         if len(first) == 1:
-            return one({k: w[0] for k, w in stack.items()}).reshape(1)
-        return torch.func.vmap(one)({k: w.detach() for k, w in stack.items()})
+            return one({k: w[0] for k, w in stack.items()}, batch).reshape(1)
+        return torch.func.vmap(one, in_dims=(0, None))(
+            {k: w.detach() for k, w in stack.items()}, batch
+        )
 
 
-def backward(
-    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], stack: Stack, batches: Any
-) -> None:
-    """Each copy's gradient on its own batch (tensors [C, B, ...]) into ``.grad``."""
+def outputs(model: nn.Module, stack: Stack, inputs: Tensor, rows: int = 128) -> Tensor:
+    """What each copy returns for the same inputs, so many rows at a time: [C, N, ...]."""
+    one = _with_weights(model, lambda m, x: m(x))
+    each = torch.func.vmap(one, in_dims=(0, None))
+    weights = {k: w.detach() for k, w in stack.items()}
+    with torch.no_grad():
+        return torch.cat([each(weights, part) for part in inputs.split(rows)], dim=1)
+
+
+def backward(model: nn.Module, loss: Loss, stack: Stack, batches: Any) -> None:
+    """Each copy's gradient on its own batch (tensors [C, B, ...]) into ``.grad``. Dropout is drawn
+    for each copy on its own."""
+    one = torch.func.grad(_with_weights(model, loss))
+    grads = torch.func.vmap(one, randomness="different")(
+        {k: w.detach() for k, w in stack.items()}, batches
+    )
+    for k, w in stack.items():
+        w.grad = grads[k].contiguous()  # fused optimizers want the parameter's own layout
+
+
+def train(
+    model: nn.Module, loss: Loss, stack: Stack, optimizer: Optimizer, data: tuple[Tensor, ...],
+    order: Tensor, steps: Iterable[int], precision: Callable[[], AbstractContextManager[Any]],
+) -> None:  # fmt: skip
+    """Train each copy on its own rows of ``data``: ``order`` is [steps, C, B].
+
+    ``precision`` makes the context of the forward pass, such as autocast. ``steps`` may change the
+    learning rate between steps.
+    """
+    ids = order[0].clone()
+
+    def work() -> None:
+        with precision():
+            backward(model, loss, stack, tuple(x[ids] for x in data))
+
+    again: Callable[[], None] | None = None
+    for step in steps:
+        if again is None:
+            again = replayed(work, ids.device)
+        ids.copy_(order[step])
+        again()
+        optimizer.step()
+
+
+def replayed(work: Callable[[], None], device: torch.device, before: int = 2) -> Any:
+    """``work`` recorded as a CUDA graph: under ``vmap`` the host launches kernels more slowly than
+    a GPU does them. On a CPU, or where it cannot be recorded, ``work`` itself."""
+    if device.type != "cuda":
+        return work
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(before):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            work()
+    except RuntimeError as error:
+        torch.cuda.synchronize()
+        warnings.warn(f"not recorded as a CUDA graph, and slow for it: {error}", stacklevel=2)
+        return work
+    return graph.replay
+
+
+def _with_weights(model: nn.Module, loss: Loss) -> Callable[[dict[str, Tensor], Any], Tensor]:
     inner = WithLoss(model, loss)
 
     def one(weights: dict[str, Tensor], batch: Any) -> Tensor:
@@ -75,8 +135,4 @@ def backward(
             inner, {f"model.{k}": w for k, w in weights.items()}, (batch,)
         )
 
-    grads = torch.func.vmap(torch.func.grad(one))(
-        {k: w.detach() for k, w in stack.items()}, batches
-    )
-    for k, w in stack.items():
-        w.grad = grads[k].contiguous()  # fused optimizers want the parameter's own layout
+    return one

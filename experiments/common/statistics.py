@@ -32,6 +32,19 @@ def interval(
     return result
 
 
+def students(values: Sequence[float] | np.ndarray) -> dict[str, Any]:
+    """Mean and its 95 % interval by Student's t: for paired differences of a few seeds, where a
+    bootstrap is too narrow. None where there is only one."""
+    x = np.asarray(values, np.float64)
+    result: dict[str, Any] = {"mean": float(x.mean()), "low": None, "high": None, "n": len(x)}
+    if len(x) > 1:
+        from scipy.stats import t
+
+        half = float(t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / np.sqrt(len(x)))
+        result |= {"low": result["mean"] - half, "high": result["mean"] + half}
+    return result
+
+
 def shown(cell: dict[str, Any], digits: int = 4) -> str:
     """``0.9991 [0.9987, 0.9995]``."""
     text = f"{cell['mean']:.{digits}f}"
