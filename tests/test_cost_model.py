@@ -70,8 +70,8 @@ def test_neither_form_keeps_many_times_what_the_other_does(
     rates = {k: replace(r, **slow) for k, r in cost.RATES.items()}
     monkeypatch.setattr(cost, "RATES", rates)
     seen = set()
-    for T in (1, 2, 8, 64, 128, 512, 4096):
-        layer = Layer(16, T, 512, 512, dtype, device)
+    for T in (1, 2, 8, 64, 1024, 4096, 2**16):
+        layer = Layer(64, T, 2048, 2048, dtype, device)
         kept = {True: layer.I * layer.O, False: T * (layer.I + layer.O)}
         chosen = cost.materialise(layer, fast)
         assert kept[chosen] <= MEMORY * kept[not chosen]

@@ -113,12 +113,16 @@ def components(names: Iterable[str], micros: Sequence[MicroBatch]) -> list[list[
 
 
 def cancelling(G: Mapping[str, Tensor], micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
-    """0 at the coordinates of vectors whose gradient is zero but for rounding, though single
-    examples' are not, and 1 elsewhere: a bias before BatchNorm. The batch does not move them, yet
-    an adaptive optimizer's slope at zero is of the order lr/eps there and would credit examples
-    with nonsense."""
+    """0 for vectors whose gradient is zero but for rounding, though single examples' are not, and 1
+    for others: a bias before BatchNorm. The batch does not move them, yet an adaptive optimizer's
+    slope at zero is of the order lr/eps there and would credit examples with nonsense.
+
+    A vector as a whole: single coordinates of any gradient may be small by chance."""
     sizes: dict[str, Tensor] = {}
+    coarse = 0.0  # the rounding of the backward pass, where that is coarser than the gradients'
     for micro in micros:
+        if micro.autocast is not None and micro.autocast[1]:
+            coarse = max(coarse, torch.finfo(micro.autocast[2]).eps)
         alike: dict[Any, list[tuple[str, Tensor]]] = {}  # small tensors: few launches on a GPU
         for node, records in micro.records.items():
             k = node.name
@@ -135,7 +139,9 @@ def cancelling(G: Mapping[str, Tensor], micros: Sequence[MicroBatch]) -> dict[st
         grouped.setdefault((x.shape, x.dtype, G[k].dtype), []).append(k)
     keep: dict[str, Tensor] = {}
     for (_, dtype, _), names in grouped.items():
-        limit = 0.3 * math.sqrt(torch.finfo(dtype).eps) * torch.stack([sizes[k] for k in names])
-        large = (torch.stack([G[k] for k in names]).abs() > limit).to(dtype)
-        keep.update(zip(names, large, strict=True))
+        own, all_ = (torch.stack([x[k] for k in names]).reshape(len(names), -1) for x in (G, sizes))
+        limit = max(coarse, 0.3 * math.sqrt(torch.finfo(dtype).eps))
+        large = (own.norm(dim=1) > limit * all_.norm(dim=1)).to(dtype)
+        shaped = large[:, None].expand_as(own).contiguous().view(-1, *G[names[0]].shape)
+        keep.update(zip(names, shaped, strict=True))
     return keep

@@ -43,22 +43,24 @@ class Rates:
 
 # Fitted by benchmarks/cost_model.py --fit to the time of a layer in both forms over many shapes
 # (T from 1 to 1024, widths from 128 to 3072, B from 4 to 64). cpu: float32, one thread of a Xeon,
-# benchmarks/results/cost_model-cpu.json. cuda: an H200, False for types of 4 bytes and more, True
-# for 2. Provisional: of a first run (cost_model-h200.json) only the 42 and 24 largest shapes count,
-# the others had waited for the host's launches. "bytes" is what such passes reach. Only ratios of
-# these numbers matter, so other devices of a kind use them too.
+# benchmarks/results/cost_model-cpu.json. cuda: an H200, judged in cost_model-h200.json; False for
+# types of 4 bytes and more, True for 2. "bytes" is what such passes reach. Only ratios of these
+# numbers matter, so other devices of a kind use them too.
 RATES = {
     ("cpu", False): Rates(6.6e10, 6.4e10, 1.6e10, 7.6e-5, 4.0e-5),
     ("cuda", False): Rates(2.7e13, 2.8e13, 3.8e12, 8.3e-5, 4.5e-5),
     ("cuda", True): Rates(5.5e14, 6.2e14, 2.7e12, 5.6e-5, 0.0),
 }
-MEMORY = 3  # a form that keeps more than so many times the numbers of the other is not taken
+# A form that keeps more than so many times the numbers of the other is not taken, where these are
+# more bytes than so many.
+MEMORY, SMALL = 3, 2**26
 
 
 def materialise(layer: Layer, fast: bool) -> bool:
     """Is it better to form the layer's per-example gradients?"""
     ghost, dense = layer.T * (layer.I + layer.O), layer.I * layer.O
-    if max(ghost, dense) > MEMORY * min(ghost, dense):
+    large = layer.B * max(ghost, dense) * layer.dtype.itemsize > SMALL
+    if large and max(ghost, dense) > MEMORY * min(ghost, dense):
         return dense < ghost
     in_ghost_form, materialised = seconds(layer, fast)
     return materialised <= in_ghost_form
