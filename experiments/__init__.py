@@ -17,6 +17,7 @@ EXPERIMENTS = {  # name on the command line: folder
     "ghost": "ghost",
     "efficiency": "efficiency",
     "adds-up": "adds_up",
+    "source-identification": "source_identification",
 }
 
 

@@ -70,6 +70,7 @@ class Context:
     device: torch.device
     data: Path | None = None
     say: Callable[[int, int], None] = lambda done, total: None
+    out: Path | None = None  # the output folder, for what one part makes and others use
 
     def track(self, total: int) -> Iterator[int]:
         """``range(total)`` with progress."""
@@ -98,7 +99,7 @@ def reproduce(
         for name, settings in parts.items():
             begin(name)
             if finished(out, name, settings) is None:
-                context = Context(where, data, tick)
+                context = Context(where, data, tick, out)
                 start = time.perf_counter()
                 with own_precision():
                     result = experiment.measure(settings, context)
