@@ -8,6 +8,8 @@ from typing import Any
 from experiments import load
 from experiments.common.figures import last
 from experiments.efficiency import here
+from experiments.source_identification.summary import PAPER
+from experiments.source_identification.texts import CATEGORIES
 
 Row = tuple[str, str, str, str, str]  # what, the paper, tangent, secant, SGD
 NONE = "–"
@@ -102,6 +104,20 @@ def adds_up(summary: dict[str, Any]) -> list[Row]:
     ]
 
 
+def sources(summary: dict[str, Any]) -> list[Row]:
+    rows = []
+    for name, run in summary["runs"].items():
+        for category in ("significant_paraphrase", "similar_topic"):
+            paper = PAPER.get(run["candidates"], {}).get(category)
+            c = run["categories"][category]["methods"]
+            cells = (f"{c[e]['rank']['mean']:.1f}" for e in ("tangent", "secant", "sgd"))
+            beside = f"{paper[3]:.1f}; SGD {paper[2]:.1f}" if paper else NONE
+            what = CATEGORIES[category].lower()
+            where = f"{name}, {run['candidates']:,} candidates"
+            rows.append((f"Table 2: average rank of the source, {what} ({where})", beside, *cells))
+    return rows
+
+
 def efficiency(summary: dict[str, Any]) -> list[Row]:
     """Without the smoke size: throughput on a small model and a CPU is another question."""
     rows = []
@@ -126,4 +142,5 @@ ROWS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
     "ghost": ghost,
     "efficiency": efficiency,
     "adds-up": adds_up,
+    "source-identification": sources,
 }

@@ -40,20 +40,22 @@ def parts(size: str) -> dict[str, Settings]:
     distil = common | {"model": "distilgpt2"}
     english = distil | TUNED | {"pretrain": PRETRAIN}
     found: dict[str, Settings] = {"pretrain-distilgpt2": english | {"task": "pretrain"}}
-    runs = {
-        "distilgpt2-enwik8": (english, 2),  # settings, into how many parts the sources are dealt
-        "smollm2-135m": (common | TUNED | {"model": "smollm2-135m"}, 3),
-        "distilgpt2-scratch": (distil | SCRATCH, 2),
+    # settings, sources, and among how many parts these are dealt
+    runs: dict[str, tuple[Settings, int, int]] = {
+        "distilgpt2-enwik8": (english, 90, 2),
+        "smollm2-135m": (common | TUNED | {"model": "smollm2-135m"}, 90, 3),
+        "distilgpt2-scratch": (distil | SCRATCH, 30, 1),
     }
     for name in os.environ.get(OTHER, "").split():
-        runs[name.lower().replace("/", "-")] = (common | TUNED | {"model": name}, 3)
+        runs[name.lower().replace("/", "-")] = (common | TUNED | {"model": name}, 90, 3)
     for candidates, batch in ((10_000, 64), (1_000, 16)):
         sizes = {"candidates": candidates, "sources": 90}
         found[f"bm25-{candidates}"] = common | sizes | {"task": "bm25"}
-        for run, (settings, shards) in runs.items():
+        for run, (settings, asked, shards) in runs.items():
             for i in range(shards):
+                step = 90 // asked * shards
                 found[f"{run}-{candidates}-{i + 1}of{shards}"] = (
-                    settings | sizes | {"task": "values", "batch": batch, "shard": [i, shards]}
+                    settings | sizes | {"task": "values", "batch": batch, "shard": [i, step]}
                 )
     return found
 
@@ -76,7 +78,7 @@ def measure(settings: Settings, context: Context) -> dict[str, Any]:
     before = [scores.mean_loss(model, x) for x in (candidates, queries)]
     values, counts = scores.along_the_run(model, candidates, queries, settings, context)
     after = [scores.mean_loss(model, x) for x in (candidates, queries)]
-    values["if"] = scores.after_the_run(model, candidates, queries, settings["batch"], context)
+    values["if"] = scores.after_the_run(model, candidates, queries, context)
     return result | counts | {
         "model": settings["model"] + (", pretrained" if "pretrain" in settings else ""),
         "loss": {"candidates": [before[0], after[0]], "queries": [before[1], after[1]]},

@@ -46,7 +46,7 @@ def along_the_run(
 
 
 def after_the_run(
-    model: nn.Module, candidates: Rows, queries: Rows, batch: int, context: Context
+    model: nn.Module, candidates: Rows, queries: Rows, context: Context, batch: int = 64
 ) -> np.ndarray:
     """IF-proxy: ⟨gradient of the query, gradient of the candidate⟩ at the final weights.
 
@@ -69,16 +69,15 @@ def after_the_run(
 
 
 def targets(queries: Rows) -> dict[str, list[Rows]]:
-    return {
-        f"q{q}": [tuple(x[q : q + 1] for x in queries)] for q in range(len(queries[0]))
-    }  # fmt: skip
+    """Each query is a target of its own."""
+    return {f"q{q}": [tuple(x[q : q + 1] for x in queries)] for q in range(len(queries[0]))}
 
 
 def backward(run: inrun.Run, model: nn.Module, candidates: Rows, ids: Tensor) -> None:
     chosen = ids.to(candidates[0].device)
-    with run.batch(ids), half(chosen.device):
-        batch = tuple(x[chosen] for x in candidates)
-        value = loss(model, batch)
+    with run.batch(ids):
+        with half(chosen.device):
+            value = loss(model, tuple(x[chosen] for x in candidates))
         value.backward()
 
 
