@@ -27,7 +27,7 @@ def parts(size: str) -> dict[str, Settings]:
         if size == "tiny":
             small |= {"candidates": 60, "sources": 4, "layers": 1, "width": 16, "heads": 2}
         else:
-            small |= {"candidates": 300, "sources": 30, "layers": 4, "width": 128, "heads": 4}
+            small |= {"candidates": 300, "sources": 20, "layers": 4, "width": 64, "heads": 4}
         learnt = {"characters": 20_000, "length": 32, "batch": 16, "epochs": 1, "lr": 1e-3,
                   "warmup": 5}  # fmt: skip
         start = small | {"pretrain": learnt}
