@@ -15,7 +15,7 @@ from experiments.source_identification.texts import problem
 SCRATCH = {"epochs": 3, "lr": 3e-4}
 TUNED = {"epochs": 1, "lr": 5e-5}  # weights that know English already
 PRETRAIN = {
-    "characters": 80_000_000, "length": 256, "batch": 64, "epochs": 3, "lr": 6e-4, "warmup": 200
+    "characters": 40_000_000, "length": 256, "batch": 64, "epochs": 4, "lr": 6e-4, "warmup": 200
 }  # fmt: skip
 OTHER = "INRUN_LANGUAGE_MODEL"  # further models: names on the hub, or folders of --data
 

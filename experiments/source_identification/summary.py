@@ -32,6 +32,7 @@ PAPER = {  # average ranks by candidates and category: BM25, IF-proxy, in-run SG
         "similar_topic": (618.00, 658.75, 302.00, 81.50),
     },
 }
+LIMITS = ("mean", "low", "high")
 Rank = tuple[int, str, str, float]  # source, category, method, rank
 
 
@@ -170,5 +171,5 @@ def differences(committed: dict[str, Any]) -> str:
 
 
 def gain(cell: dict[str, Any]) -> str:
-    limits = "" if cell["low"] is None else f" [{cell['low']:.1f}, {cell['high']:.1f}]"
-    return f"{cell['mean']:.1f}{limits}"
+    mean, low, high = (x if x is None else round(x, 1) + 0.0 for x in map(cell.get, LIMITS))
+    return f"{mean:.1f}" + ("" if low is None else f" [{low:.1f}, {high:.1f}]")
