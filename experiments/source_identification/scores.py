@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +25,11 @@ WATCHED: dict[str, Any] = {
 def along_the_run(
     model: nn.Module, candidates: Rows, queries: Rows, settings: Settings, context: Context
 ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    """Train on the candidates; in-run values of all estimators, and how many steps, void ones."""
+    """Train on the candidates; in-run values of all estimators, and how many steps, void ones.
+
+    "later" is without the first step, when Adam's state is empty: every coordinate moves by the
+    learning rate then, however small its gradient, and one step can outweigh all others.
+    """
     cuda = context.device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"], fused=cuda)
     generator = torch.Generator().manual_seed(settings["seed"] + 1)
@@ -40,7 +45,11 @@ def along_the_run(
             backward(run, model, candidates, order[step])
             optimizer.step()
             optimizer.zero_grad()
-        found = {e: table(run, e, N) for e in ESTIMATORS}
+        found = {}
+        for e in ESTIMATORS:
+            history = run.history(e)
+            found[e] = summed(run, history, N)
+            found[f"{e}, later"] = summed(run, history[history["step"] > 0], N)
         void = int(run.steps()["void"].notna().sum())
     return found, {"steps": len(order), "void": void}
 
@@ -65,7 +74,9 @@ def after_the_run(
             optimizer.zero_grad()
             with torch.no_grad():
                 torch._foreach_copy_(params, final)
-        return table(run, "sgd", N) * sizes[:, None]  # a text's part of a mean over its batch
+        return (
+            summed(run, run.history("sgd"), N) * sizes[:, None]
+        )  # a text's part of a mean over its batch
 
 
 def targets(queries: Rows) -> dict[str, list[Rows]]:
@@ -86,11 +97,12 @@ def half(device: torch.device) -> Any:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-def table(run: inrun.Run, estimator: str, N: int) -> np.ndarray:
-    """[candidates, queries]; a candidate whose only steps are void has no credit."""
-    values = run.values(estimator).set_index("id").reindex(range(N))
+def summed(run: inrun.Run, history: pd.DataFrame, N: int) -> np.ndarray:
+    """[candidates, queries]; a candidate without a step (or with void ones only) has no credit."""
     names = run.targets if len(run.targets) > 1 else ["value"]
-    return np.nan_to_num(values[names].to_numpy(np.float64))
+    found = np.zeros((N, len(names)))
+    np.add.at(found, history["id"].to_numpy(np.int64), history[names].to_numpy(np.float64))
+    return found
 
 
 @torch.no_grad()

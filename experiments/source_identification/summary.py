@@ -15,6 +15,7 @@ METHODS = {
     "bm25": "BM25", "if": "IF-proxy", "sgd": "SGD proxy", "tangent": "tangent (paper)",
     "secant": "secant (inrun)",
 }  # fmt: skip
+LATER = tuple(f"{e}, later" for e in ("sgd", "tangent", "secant"))  # without the first step
 PAIRS = (("tangent", "sgd"), ("secant", "sgd"), ("secant", "tangent"))
 PAPER = {  # average ranks by candidates and category: BM25, IF-proxy, in-run SGD, in-run Adam
     10_000: {
@@ -78,17 +79,18 @@ def flat(result: dict[str, Any]) -> list[Rank]:
 
 def cells(ranks: list[Rank]) -> dict[str, Any]:
     """One category: every method, and Adam-aware ones beside the SGD proxy query by query."""
-    own = {m: [(s, r) for s, _, method, r in ranks if method == m] for m in METHODS}
+    own = {m: [(s, r) for s, _, method, r in ranks if method == m] for m in (*METHODS, *LATER)}
     methods = {m: places(found) for m, found in own.items() if found}
     pairs = {}
-    for a, b in PAIRS:
+    for a, b in (*PAIRS, *((f"{a}, later", f"{b}, later") for a, b in PAIRS)):
         groups = [s for s, _ in own[a]]
         less = [y - x for (_, x), (_, y) in zip(own[a], own[b], strict=True)]
         pairs[f"{a} / {b}"] = interval(less, groups) | {
             "better": float(np.mean([d > 0 for d in less])),
             "worse": float(np.mean([d < 0 for d in less])),
         }
-    return {"n": len(own["sgd"]), "methods": methods, "pairs": pairs}
+    later = {m.removesuffix(", later"): methods.pop(m) for m in LATER}
+    return {"n": len(own["sgd"]), "methods": methods, "pairs": pairs, "later": later}
 
 
 def places(found: list[tuple[int, float]]) -> dict[str, Any]:
@@ -107,6 +109,8 @@ def headline(summary: dict[str, Any]) -> str:
         for category, c in run["categories"].items():
             cells = (f"{m} {x['rank']['mean']:.1f}" for m, x in c["methods"].items())
             lines.append(f"{name:24} {CATEGORIES[category]:20} " + ", ".join(cells))
+            cells = (f"{m} {x['rank']['mean']:.1f}" for m, x in c["later"].items())
+            lines.append(f"{'':24} {'  without step 0':20} " + ", ".join(cells))
     return "\n".join(lines) or "no run is finished"
 
 
@@ -149,8 +153,9 @@ def differences(committed: dict[str, Any]) -> str:
     lines = [
         "| size | run, candidates | scenario | tangent above SGD by | secant above SGD by | "
         "better / worse than SGD: tangent | secant | median: SGD, tangent, secant | "
+        "mean without the first step: the same | "
         "recall at 10: BM25, IF, SGD, tangent, secant | MRR: the same |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for size, data in committed.items():
         for name, run in data["summary"]["runs"].items():
@@ -159,13 +164,14 @@ def differences(committed: dict[str, Any]) -> str:
                 by = " | ".join(gain(p) for p in pairs)
                 share = " | ".join(f"{p['better']:.0%} / {p['worse']:.0%}" for p in pairs)
                 median = ", ".join(f"{m[e]['median']:.1f}" for e in ("sgd", "tangent", "secant"))
+                later = ", ".join(f"{x['rank']['mean']:.1f}" for x in c["later"].values())
                 recall, mrr = (
                     ", ".join(f"{m[e][k]['mean']:.2f}" if e in m else "–" for e in METHODS)
                     for k in ("recall10", "mrr")
                 )
                 lines.append(
                     f"| {named(name, size, run)} | {CATEGORIES[category]} | {by} | {share} | "
-                    f"{median} | {recall} | {mrr} |"
+                    f"{median} | {later} | {recall} | {mrr} |"
                 )
     return "\n".join(lines)
 

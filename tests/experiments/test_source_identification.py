@@ -64,7 +64,10 @@ def test_pairs_say_which_way():
     """Query by query, positive where the first ranks the source higher."""
     rows = [(s, "exact", m, r) for s in (0, 1, 2) for m, r in (("sgd", 9.0), ("tangent", 3.0))]
     rows += [(s, "exact", "secant", 9.0 + s) for s in (0, 1, 2)]
-    pairs = cells(rows)["pairs"]
+    found = cells(rows + [(s, c, f"{m}, later", 2 * r) for s, c, m, r in rows])
+    pairs = found["pairs"]
+    assert pairs["tangent, later / sgd, later"]["mean"] == 12
+    assert found["later"]["tangent"]["rank"]["mean"] == 6
     assert pairs["tangent / sgd"]["mean"] == 6 and pairs["tangent / sgd"]["better"] == 1
     assert pairs["secant / sgd"]["mean"] == -1 and pairs["secant / sgd"]["low"] == -2
     assert pairs["secant / sgd"]["worse"] == pytest.approx(2 / 3)
@@ -131,6 +134,21 @@ def test_queries_of_different_lengths_share_one_pass():
         optimizer.step()
         assert run._validator._sweep.verified and run._validator._sizes is not None
         assert set(run.coverage()["status"]) == {"scored"}
+
+
+def test_values_without_the_first_step():
+    """One epoch: who was in the first batch has none, everybody else the same."""
+    problem = texts.problem(SETTINGS, None)
+    language = models.make(SETTINGS, problem, CPU)
+    rows = language.rows(problem.candidates, 64, CPU.device)
+    queries = language.rows([q.text for q in problem.queries[:3]], 64, CPU.device)
+    settings = SETTINGS | {"epochs": 1}
+    found, counts = scores.along_the_run(language.model, rows, queries, settings, CPU)
+    assert counts == {"steps": 4, "void": 0}
+    for e in scores.ESTIMATORS:
+        none = (found[f"{e}, later"] == 0).all(1)
+        assert none.sum() == 16 and (found[e][none] != 0).all()
+        assert np.array_equal(found[e][~none], found[f"{e}, later"][~none])
 
 
 def test_padding_does_not_count():
