@@ -74,9 +74,8 @@ def after_the_run(
             optimizer.zero_grad()
             with torch.no_grad():
                 torch._foreach_copy_(params, final)
-        return (
-            summed(run, run.history("sgd"), N) * sizes[:, None]
-        )  # a text's part of a mean over its batch
+        found = summed(run, run.history("sgd"), N)
+    return found * sizes[:, None]  # a text has a part of the mean over its batch
 
 
 def targets(queries: Rows) -> dict[str, list[Rows]]:
