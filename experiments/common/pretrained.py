@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -58,3 +60,21 @@ def without_dropout(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+
+
+def save(name: str, folder: Path, data: Path | None = None) -> None:
+    """As safetensors in bfloat16, for machines that cannot read gguf."""
+    from transformers import AutoModelForCausalLM
+
+    model, tokenizer = causal(name, data)
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):  # a gguf model is wide already, and refuses
+        del config.quantization_config
+    plain = AutoModelForCausalLM.from_config(config)
+    plain.load_state_dict(model.state_dict())
+    plain.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":  # python -m experiments.common.pretrained NAME FOLDER
+    save(sys.argv[1], Path(sys.argv[2]))

