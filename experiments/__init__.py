@@ -18,6 +18,7 @@ EXPERIMENTS = {  # name on the command line: folder
     "efficiency": "efficiency",
     "adds-up": "adds_up",
     "pruning-sst2": "pruning_sst2",
+    "source-identification": "source_identification",
 }
 
 

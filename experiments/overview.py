@@ -8,7 +8,10 @@ from typing import Any
 from experiments import load
 from experiments.common.figures import last
 from experiments.efficiency import here
-from experiments.pruning_sst2.summary import NAMES, PAPER
+from experiments.pruning_sst2.summary import NAMES
+from experiments.pruning_sst2.summary import PAPER as ACCURACIES
+from experiments.source_identification.summary import PAPER as RANKS
+from experiments.source_identification.texts import CATEGORIES
 
 Row = tuple[str, str, str, str, str]  # what, the paper, tangent, secant, SGD
 NONE = "–"
@@ -103,6 +106,20 @@ def adds_up(summary: dict[str, Any]) -> list[Row]:
     ]
 
 
+def sources(summary: dict[str, Any]) -> list[Row]:
+    rows = []
+    for name, run in summary["runs"].items():
+        for category in ("significant_paraphrase", "similar_topic"):
+            paper = RANKS.get(run["candidates"], {}).get(category)
+            c = run["categories"][category]["methods"]
+            cells = (f"{c[e]['rank']['mean']:.1f}" for e in ("tangent", "secant", "sgd"))
+            beside = f"{paper[3]:.1f}; SGD {paper[2]:.1f}" if paper else NONE
+            what = CATEGORIES[category].lower()
+            where = f"{name}, {run['candidates']:,} candidates"
+            rows.append((f"Table 2: average rank of the source, {what} ({where})", beside, *cells))
+    return rows
+
+
 def efficiency(summary: dict[str, Any]) -> list[Row]:
     """Without the smoke size: throughput on a small model and a CPU is another question."""
     rows = []
@@ -122,7 +139,7 @@ def pruning(summary: dict[str, Any]) -> list[Row]:
     for optimizer in dict.fromkeys(o for o, _, _ in at):
         ratios = {r for o, r, _ in at if o == optimizer}
         own = "all" if "all" in ratios else next(iter(ratios))
-        known = [v for r, v in PAPER[optimizer].items() if r in ratios]
+        known = [v for r, v in ACCURACIES[optimizer].items() if r in ratios]
         paper = [sum(v[i] - v[i + 1] for v in known) / len(known) for i in (0, 1)]
         for target in ("held-out", "evaluation"):
             cells = []
@@ -151,4 +168,5 @@ ROWS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
     "efficiency": efficiency,
     "adds-up": adds_up,
     "pruning-sst2": pruning,
+    "source-identification": sources,
 }

@@ -492,3 +492,47 @@ def test_joining():
     assert Sweep(nn.Linear(1, 1), 1).join([[x], [x]]) is None, "another dimension"
     both = joined([{"x": x, "n": 3}, {"x": x[:1], "n": 3}])
     assert both["x"].shape == (3, 3) and both["n"] == 3
+
+
+def test_many_targets_are_verified_on_some_of_them():
+    """As many forward passes as targets would take longer than the run's first steps."""
+    first, data, loss = mlp()
+    calls = []
+
+    def counted(model, batch):
+        calls.append(len(batch[0]))
+        return loss(model, batch)
+
+    targets = {f"t{q}": [cut(data, q % 50, 1)] for q in range(200)}
+    run = trained(first, data, loss, targets, steps=1, val_loss=counted)
+    assert run._validator._sweep.verified
+    assert sum(n == 1 for n in calls) <= 64 and max(calls) == 200
+    one = trained(first, data, loss, {"t": targets["t137"]}, steps=1)
+    assert np.allclose(run.history()["t137"], one.history()["value"], rtol=1e-9)
+    run = trained(first, data, loss, targets, steps=1, val_loss=summed)
+    assert not run._validator._sweep.allowed, "a sum is no mean, on some of them too"
+
+
+def test_estimators_at_one_point_share_the_gradients(monkeypatch):
+    from inrun import sweep
+
+    formed = []
+    real = sweep._gradient
+    monkeypatch.setattr(sweep, "_gradient", lambda *a: formed.append(a[2]) or real(*a))
+    first, data, loss = mlp()
+    names = ["tangent", "sgd", "secant"]
+    trained(first, data, loss, equal(data), steps=1, estimator=names)
+    params = [k for k, _ in first.named_parameters()]
+    assert sorted(formed) == sorted(2 * params), "once at the weights, once at the midpoint"
+
+
+def test_lists_are_drawn_without_touching_random_states(monkeypatch):
+    from inrun import targets as module
+
+    def never(*key):
+        raise AssertionError("nothing random about a list")
+
+    monkeypatch.setattr(module, "seeded", never)
+    batches = module.Batches("t", [1, 2], 0)
+    assert batches.take(5) == [1, 2, 1, 2, 1]
+    assert batches.state_dict() == {"epoch": 2, "index": 1}

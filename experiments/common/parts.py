@@ -71,6 +71,7 @@ class Context:
     data: Path | None = None
     say: Callable[[int, int], None] = lambda done, total: None
     result: Callable[[str], Any] = lambda part: None
+    out: Path | None = None  # the output folder, for what one part makes and others use
 
     def track(self, total: int) -> Iterator[int]:
         """``range(total)`` with progress."""
@@ -99,7 +100,7 @@ def reproduce(
         for name, settings in parts.items():
             begin(name)
             if finished(out, name, settings) is None:
-                context = Context(where, data, tick, earlier(experiment, size, out))
+                context = Context(where, data, tick, earlier(experiment, size, out), out)
                 start = time.perf_counter()
                 with own_precision():
                     result = experiment.measure(settings, context)

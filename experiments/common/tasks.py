@@ -112,13 +112,7 @@ def optimizer(name: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
 @functools.cache  # parts of one run read the same text
 def tokens(length: int, data: Path | None, gpt2: bool, rows: int) -> Tensor:
     """Rows of tokens of a running text: bytes, or GPT-2's tokens where they are at hand."""
-    if data is None:
-        from pydoc_data.topics import topics
-
-        text = "".join(topics.values())
-    else:
-        with lzma.open(data / "enwik8" / "enwik8_clean.txt.xz", "rt", encoding="utf-8") as file:
-            text = file.read(max(500_000, 8 * length * rows))
+    text = running_text(data, max(500_000, 8 * length * rows))
     if gpt2 and data is not None:
         from transformers import GPT2TokenizerFast
 
@@ -128,6 +122,16 @@ def tokens(length: int, data: Path | None, gpt2: bool, rows: int) -> Tensor:
     else:
         ids = np.frombuffer(text.encode("ascii", "replace"), np.uint8).astype(np.int64)
     return torch.from_numpy(ids[: len(ids) // length * length].copy()).view(-1, length)
+
+
+def running_text(data: Path | None, characters: int) -> str:
+    """The beginning of enwik8, or CPython's documentation texts, all of them."""
+    if data is None:
+        from pydoc_data.topics import topics
+
+        return "".join(topics.values())
+    with lzma.open(data / "enwik8" / "enwik8_clean.txt.xz", "rt", encoding="utf-8") as file:
+        return file.read(characters)
 
 
 def passages(length: int, data: Path | None) -> Batch:

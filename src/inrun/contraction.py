@@ -69,7 +69,7 @@ def _plain(node: Node, record: Record, u: Mapping[str, Direction]) -> Tensor:
     if node.param is not None:
         d = u[node.name]
         if isinstance(record, Lookup) and d.K is not None:  # few rows of a large table
-            return torch.stack([record.dot(v, d.K) for v in d.v]).double()
+            return record.dots(d.v, d.K).double()
         return record.dots(d.full).double()
     parts = []
     for q in range(len(next(iter(u.values())).v)):

@@ -80,7 +80,7 @@ class Moved:
         if kind == "sgd":
             lr = learning_rate(self.options)
             lr = -lr if self.options.get("maximize") else lr
-            return lambda v: lr * v
+            return Scale(lr * torch.ones(self.g.shape, dtype=self.g.dtype, device=self.g.device))
         make = self.rule.secant if kind == "secant" else self.rule.tangent
         return make(self.g, self.p.detach(), self.state, self.options)
 

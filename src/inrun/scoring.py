@@ -102,13 +102,15 @@ class Scorer:
                 if not losses.is_cuda and not bool(losses.isfinite().all()):
                     return Score(void=self._loss_not_finite(losses.numpy()))
                 with stage("contraction"):
-                    carries = [clipping if e.kind == "secant" else fixed for e in self.estimators]
-                    points = [POINTS[e.point] for e in self.estimators]
-                    ways = list(zip(points, maps, carries, strict=True))
-                    found = _values(at, ways, G, micros, parts, len(group))
-                    for e, (dots, sums) in enumerate(found):
-                        values[e, qs] = carries[e].apply(dots, sums, aligned)
-                        expected[e, qs] = sums * carries[e].common
+                    for point, which in self._by_point().items():
+                        kinds = [self.estimators[e].kind for e in which]
+                        carries = [clipping if k == "secant" else fixed for k in kinds]
+                        through = [(maps[e], c) for e, c in zip(which, carries, strict=True)]
+                        points = [at[x] for x in POINTS[point]]
+                        found = _values(points, through, G, micros, parts, len(group))
+                        for e, carry, (inner, sums) in zip(which, carries, found, strict=True):
+                            values[e, qs] = carry.apply(inner, sums, aligned)
+                            expected[e, qs] = sums * carry.common
             if check is not None:
                 self._compare(check, step, ids, values[0], micros, G, clipping)
             if audit:
@@ -181,6 +183,13 @@ class Scorer:
                     maps = path.maps(e.kind, POINTS[e.point][0])
                     made[e.kind] = _masked([maps[i] for i in places], [keep.get(k) for k in G])
         return [dict(zip(G, made[e.kind], strict=True)) for e in self.estimators]
+
+    def _by_point(self) -> dict[str, list[int]]:
+        """The estimators that share the targets' gradients."""
+        found: dict[str, list[int]] = {}
+        for e, estimator in enumerate(self.estimators):
+            found.setdefault(estimator.point, []).append(e)
+        return found
 
     def _gradients(
         self, group: Sequence[int], path: Path, params: Mapping[str, Tensor]
@@ -262,54 +271,56 @@ class Scorer:
             )
 
 
-Way = tuple[Sequence[float | None], Mapping[str, LinearMap], Clipping]  # of an estimator
+Found = tuple[Tensor, Tensor]  # ⟨u_q, g_i⟩ [Q, B] and ⟨u_q, G⟩ [Q]
 
 
 def _values(
-    at: Mapping[float | None, Gradients], ways: Sequence[Way], G: Mapping[str, Tensor],
-    micros: Sequence[MicroBatch], parts: Sequence[Sequence[str]], Q: int,
-) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
-    """⟨u_q, g_i⟩ [Q, B] and ⟨u_q, G⟩ [Q] for a group of Q targets, by estimator.
+    points: Sequence[Gradients], through: Sequence[tuple[Mapping[str, LinearMap], Clipping]],
+    G: Mapping[str, Tensor], micros: Sequence[MicroBatch], parts: Sequence[Sequence[str]], Q: int,
+) -> list[Found]:  # fmt: skip
+    """The values of a group of Q targets, through the maps (and the clipping) of each estimator.
 
     One target: the whole model at once. Several: a few parameters at a time, and no more targets
-    at a time than fit the memory.
+    at a time than fit the memory; their gradients are formed once for all estimators.
     """
     place = {k: i for i, k in enumerate(G)}
 
-    def some(names: Sequence[str], qs: slice) -> list[tuple[Tensor, Tensor]]:
-        gradients = {x: {k: g.of(k, qs) for k in names} for x, g in at.items()}
+    def some(names: Sequence[str], qs: slice) -> list[Found]:
+        v = {k: _mean([p.of(k, qs) for p in points]).contiguous() for k in names}
         found = []
-        for points, maps, carry in ways:
-            u = {}
-            for k in names:
-                v, f = _mean([gradients[x][k] for x in points]).contiguous(), maps[k]
-                d = Direction(v, f.K) if isinstance(f, Scale) else Direction(_each(f, wide(v)))
-                u[k] = carry.carry(d, place[k])
+        for maps, carry in through:
+            u = {k: carry.carry(_direction(maps[k], v[k]), place[k]) for k in names}
             found.append(contract(u, {k: G[k] for k in names}, micros))
         return found
 
     if Q == 1:
         return some(list(G), slice(0, 1))
-    total: list[tuple[Tensor, Tensor]] = []
-    most = _AT_ONCE // len(at)
-    for names in _pieces(parts, G, most // Q):
-        n = max(1, min(Q, most // sum(G[k].numel() for k in names)))
-        slices = [some(names, slice(q, min(q + n, Q))) for q in range(0, Q, n)]
-        more = [_joined(own) for own in zip(*slices, strict=True)]
-        total = [_plus(a, b) for a, b in zip(total, more, strict=True)] if total else more
-    scale = next(iter(at.values())).scale
-    if scale is None:
-        return total
-    return [(values * scale[:, None], sums * scale) for values, sums in total]
+    fit = _fitting(next(iter(G.values())).device)
+    pieces = []
+    for names in _pieces(parts, G, fit // Q):
+        n = max(1, min(Q, fit // sum(G[k].numel() for k in names)))
+        pieces.append([some(names, slice(q, min(q + n, Q))) for q in range(0, Q, n)])
+    scale = points[0].scale
+    found = []
+    for e in range(len(through)):
+        whole = [[torch.cat(x) for x in zip(*(f[e] for f in p), strict=True)] for p in pieces]
+        values, sums = (sum(x[1:], x[0]) for x in zip(*whole, strict=True))
+        if scale is not None:
+            values, sums = values * scale[:, None], sums * scale
+        found.append((values, sums))
+    return found
 
 
-def _joined(slices: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Of consecutive targets."""
-    return torch.cat([v for v, _ in slices]), torch.cat([s for _, s in slices])
+def _direction(f: LinearMap, v: Tensor) -> Direction:
+    return Direction(v, f.K) if isinstance(f, Scale) else Direction(_each(f, wide(v)))
 
 
-def _plus(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return a[0] + b[0], a[1] + b[1]
+def _fitting(device: torch.device) -> int:
+    """Numbers of the directions of several targets: a GPU has memory for more, and each piece
+    costs the host some launches."""
+    if device.type != "cuda":
+        return _AT_ONCE
+    return max(_AT_ONCE, torch.cuda.get_device_properties(device).total_memory // 256)
 
 
 def _pieces(

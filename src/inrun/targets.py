@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,8 @@ class Batches:
 
     def _next(self) -> Any:
         if self._iterator is None:
-            with seeded(self.seed, self.epoch):
+            fixed = isinstance(self.source, (list, tuple))  # nothing random about it
+            with nullcontext() if fixed else seeded(self.seed, self.epoch):
                 self._iterator = iter(self.source)
             for skipped in range(self.index):
                 self._draw(skipped)

@@ -21,6 +21,7 @@ from inrun.sweep import Gradients, Sweep, joined
 from inrun.targets import Batches, seeded
 
 Loss = Callable[[nn.Module, Any], Tensor]
+_VERIFIED = 64  # targets, spread evenly, that are measured one by one when joining is verified
 
 
 def model_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -100,14 +101,16 @@ class Validator:
         """
         together = list(range(len(self.targets)))
         if self._sizes is not None and (verify or not self._sweep.verified):
+            some = together[:: -(-len(together) // _VERIFIED)]
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                single = [self._loss_of(q) for q in together]
-            if not self._sweep.verify(self._joined_loss, single, self._sizes, params):
+                single = [self._loss_of(q) for q in some]
+            sizes = [self._sizes[q] for q in some]
+            if not self._sweep.verify(lambda: self._joined_loss(some), single, sizes, params):
                 self._sizes = None
         return [together] if self._sizes is not None else [[q] for q in together]
 
-    def _joined_loss(self) -> Tensor:
-        return self._loss(0, joined([b for batches in self._batches for b in batches]))
+    def _joined_loss(self, group: Sequence[int]) -> Tensor:
+        return self._loss(0, joined([b for q in group for b in self._batches[q]]))
 
     def gradients(
         self, group: Sequence[int], params: Mapping[str, Tensor], keep: bool
@@ -118,7 +121,7 @@ class Validator:
         """
         if len(group) > 1:
             assert self._sizes is not None
-            return self._sweep.run(self._joined_loss, self._sizes, params)
+            return self._sweep.run(lambda: self._joined_loss(group), self._sizes, params)
         loss, grads = self._in_chunks(group[0], list(params.values()))
         if keep:
             loss, grads = loss.clone(), [g.clone() for g in grads]

