@@ -17,6 +17,8 @@ EXPERIMENTS = {  # name on the command line: folder
     "ghost": "ghost",
     "efficiency": "efficiency",
     "adds-up": "adds_up",
+    "pruning-lm": "pruning_lm",
+    "mislabel": "mislabel",
 }
 
 

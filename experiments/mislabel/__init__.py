@@ -1,0 +1,66 @@
+"""Ours: who finds flipped labels, and at what cost? In-run values and harm beside confident learning,
+losses, EL2N, GraNd and TracIn."""
+
+from __future__ import annotations
+
+from experiments.common.figures import drawn_by
+from experiments.common.parts import Experiment, Settings
+from experiments.mislabel.detectors import measure
+from experiments.mislabel.summary import cost_table, headline, summarise, table
+
+RATES = (0.05, 0.1, 0.2)
+SEEDS = (0, 1, 2)
+
+
+def parts(size: str) -> dict[str, Settings]:
+    """``rows``: of each label's validation target in a step, of ``each`` in all. ``early``: the
+    share of the training before EL2N and GraNd. ``timed``: steps to measure what watching costs.
+    """
+    common: Settings = {"folds": 5, "checkpoints": 5, "early": 0.1}
+    digits = common | {
+        "task": "digits", "recipe": "20 epochs", "examples": 1000, "channels": 32, "each": 16,
+        "rows": 16, "epochs": 20, "batch": 64, "lr": 5e-3, "warmup": 0, "early_seeds": 10,
+        "timed": 20,
+    }  # fmt: skip
+    text = common | {
+        "task": "text", "recipe": "3 epochs", "examples": 200, "length": 16, "each": 16, "rows": 8,
+        "epochs": 3, "batch": 20, "lr": 1e-4, "warmup": 3, "early_seeds": 2, "timed": 3,
+    }  # fmt: skip
+    if size == "tiny":
+        few = {"examples": 100, "epochs": 4, "early_seeds": 2, "timed": 2, "seed": 0, "rate": 0.2}
+        return {
+            "digits-20": digits | few | {"channels": 4, "rows": 8, "recipe": "4 epochs"},
+            "text-20": text | few | {"recipe": "4 epochs"},
+        }
+    if size == "smoke":
+        gentle = digits | {"recipe": "8 epochs", "epochs": 8}
+        return {
+            f"{name}-{100 * rate:.0f}-seed{seed}": settings | {"rate": rate, "seed": seed}
+            for name, settings, rates in (
+                ("digits", digits, RATES), ("digits-short", gentle, RATES), ("text", text, (0.1,))
+            )
+            for rate in rates
+            for seed in SEEDS
+        }  # fmt: skip
+    text |= {
+        "examples": 10_000, "length": 64, "each": 64, "rows": 32, "batch": 100, "warmup": 30,
+        "early_seeds": 5, "timed": 20,
+    }  # fmt: skip
+    return {
+        f"text-{100 * rate:.0f}-seed{seed}": text | {"rate": rate, "seed": seed}
+        for rate in RATES
+        for seed in SEEDS
+    }
+
+
+EXPERIMENT = Experiment(
+    name="mislabel",
+    claim="ours: flipped labels found by in-run values and harm, beside confident learning, "
+    "losses, EL2N, GraNd and TracIn, and what each costs",
+    parts=parts,
+    measure=measure,
+    summarise=summarise,
+    headline=headline,
+    tables={"reproduce-mislabel": table, "reproduce-mislabel-cost": cost_table},
+    figures={"reproduce-mislabel.png": drawn_by("experiments.mislabel.figure")},
+)
