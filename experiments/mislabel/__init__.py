@@ -13,38 +13,40 @@ SEEDS = (0, 1, 2)
 
 
 def parts(size: str) -> dict[str, Settings]:
-    """``rows``: of each label's validation target in a step, of ``each`` in all. ``early``: the
-    share of the training before EL2N and GraNd. ``timed``: steps to measure what watching costs.
+    """``rows``: of each label's validation target in a step, of ``each`` in all. ``early``:
+    epochs before EL2N and GraNd. ``timed``, ``rounds``: steps to measure what watching costs.
     """
-    common: Settings = {"folds": 5, "checkpoints": 5, "early": 0.1}
+    common: Settings = {"folds": 5, "checkpoints": 5}
     digits = common | {
-        "task": "digits", "recipe": "20 epochs", "examples": 1000, "channels": 32, "each": 16,
-        "rows": 16, "epochs": 20, "batch": 64, "lr": 5e-3, "warmup": 0, "early_seeds": 10,
-        "timed": 20,
+        "task": "digits", "recipe": "20 epochs", "examples": 1000, "channels": 16, "each": 24,
+        "rows": 8, "epochs": 20, "batch": 64, "lr": 5e-3, "warmup": 0, "early": 2,
+        "early_seeds": 10, "timed": 8, "rounds": 3,
     }  # fmt: skip
     text = common | {
         "task": "text", "recipe": "3 epochs", "examples": 200, "length": 16, "each": 16, "rows": 8,
-        "epochs": 3, "batch": 20, "lr": 1e-4, "warmup": 3, "early_seeds": 2, "timed": 3,
+        "epochs": 3, "batch": 20, "lr": 1e-4, "warmup": 3, "early": 1, "early_seeds": 2, "timed": 3,
+        "rounds": 1,
     }  # fmt: skip
     if size == "tiny":
-        few = {"examples": 100, "epochs": 4, "early_seeds": 2, "timed": 2, "seed": 0, "rate": 0.2}
+        few = {"rate": 0.2, "seed": 0, "early_seeds": 2, "timed": 1, "rounds": 1}
         return {
-            "digits-20": digits | few | {"channels": 4, "rows": 8, "recipe": "4 epochs"},
-            "text-20": text | few | {"recipe": "4 epochs"},
+            "digits-20": digits
+            | few
+            | {"examples": 200, "channels": 8, "epochs": 8, "batch": 20, "recipe": "8 epochs"},
+            "text-20": text | few | {"examples": 60, "rows": 16},
         }
     if size == "smoke":
-        gentle = digits | {"recipe": "8 epochs", "epochs": 8}
+        short = digits | {"recipe": "8 epochs", "epochs": 8}
+        kinds = (("digits", digits, RATES), ("digits-short", short, (0.1,)), ("text", text, (0.1,)))
         return {
             f"{name}-{100 * rate:.0f}-seed{seed}": settings | {"rate": rate, "seed": seed}
-            for name, settings, rates in (
-                ("digits", digits, RATES), ("digits-short", gentle, RATES), ("text", text, (0.1,))
-            )
+            for name, settings, rates in kinds
             for rate in rates
             for seed in SEEDS
-        }  # fmt: skip
+        }
     text |= {
         "examples": 10_000, "length": 64, "each": 64, "rows": 32, "batch": 100, "warmup": 30,
-        "early_seeds": 5, "timed": 20,
+        "early_seeds": 5, "timed": 10, "rounds": 2,
     }  # fmt: skip
     return {
         f"text-{100 * rate:.0f}-seed{seed}": text | {"rate": rate, "seed": seed}

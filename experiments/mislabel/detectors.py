@@ -18,7 +18,7 @@ from experiments.mislabel.training import Trainer, copy_of, taken
 from inrun.metrics import auroc, precision_at_k
 
 ESTIMATORS = ["secant", "tangent", "sgd"]
-ROUNDS, WARM = 3, 2  # of the timing of a watched step: rounds, steps before the clock runs
+WARM = 4  # steps before the clock runs: by then passes are checked and recorded
 
 
 def measure(settings: Settings, context: Context) -> dict[str, Any]:
@@ -64,31 +64,33 @@ def inrun_values(trainer: Trainer) -> dict[str, Any]:
     assert run is not None
     scores = {e: -run.values(e)["value"].to_numpy() for e in ESTIMATORS}
     scores |= {f"harm, {e}": run.harm(e)["harm"].to_numpy() for e in ESTIMATORS}
-    extra = watching(trainer)
-    return {"scores": scores, "seconds": extra | {f"harm, {e}": s for e, s in extra.items()}}
+    return {"scores": scores, "seconds": watching(trainer)}
 
 
 def watching(trainer: Trainer) -> dict[str, float]:
-    """Seconds that watching adds to a training, by estimator; rounds take turns with plain steps,
-    so that a busy machine slows all alike."""
-    names: list[str | None] = [None, *ESTIMATORS]
-    taken_by: dict[str | None, list[float]] = {e: [] for e in names}
+    """Seconds that watching adds to a training: one validation target for sums of values, one per
+    label for harm. Rounds take turns with plain steps: a busy machine slows all alike."""
+    kinds = {"plain": ((), False)} | {
+        f"{'harm, ' * by_label}{e}": ((e,), by_label) for by_label in (False, True) for e in ESTIMATORS
+    }  # fmt: skip
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
     timed = trainer.settings["timed"]
-    for _ in range(ROUNDS):
-        for e in names:
+    for _ in range(trainer.settings["rounds"]):
+        for name, (estimators, by_label) in kinds.items():
             start = 0.0
-            for step, _, _ in trainer.run(None if e is None else [e], WARM + timed):
+            for step, _, _ in trainer.run(estimators, WARM + timed, by_label):
                 if step == WARM:
                     start = trainer.clock()
-            taken_by[e].append((trainer.clock() - start) / timed)
-    median = {e: float(np.median(s)) for e, s in taken_by.items()}
-    return {e: (median[e] - median[None]) * trainer.steps for e in ESTIMATORS}
+            seconds[name].append((trainer.clock() - start) / timed)
+    median = {name: float(np.median(s)) for name, s in seconds.items()}
+    plain = median.pop("plain")
+    return {name: (s - plain) * trainer.steps for name, s in median.items()}
 
 
 def along_the_run(trainer: Trainer) -> dict[str, Any]:
     """What a plain training's checkpoints say: losses and TracIn (with the validation set, and of
     an example with itself)."""
-    s, per_epoch = trainer.settings, trainer.steps // trainer.settings["epochs"]
+    s, per_epoch = trainer.settings, trainer.per_epoch
     epochs, start = [], trainer.clock()
     for step, model, _ in trainer.run():
         if step % per_epoch == 0:
@@ -136,7 +138,7 @@ def early(trainer: Trainer) -> dict[str, Any]:
     start = trainer.clock()
     everything = np.arange(problem.examples)
     stack = trainer.side_by_side(
-        seeds, [trainer.order(everything, seed) for seed in seeds], early_steps(trainer)
+        seeds, [trainer.order(everything, seed) for seed in seeds], s["early"] * trainer.per_epoch
     )
     trained, start = trainer.clock() - start, trainer.clock()
     x, y = problem.train
@@ -149,10 +151,6 @@ def early(trainer: Trainer) -> dict[str, Any]:
     seconds["GraNd"] = trained + trainer.clock() - start
     scores = {"EL2N": el2n.mean(0).cpu().numpy(), "GraNd": grand.mean(0).cpu().numpy()}
     return {"scores": scores, "seconds": seconds}
-
-
-def early_steps(trainer: Trainer) -> int:
-    return max(1, round(trainer.settings["early"] * trainer.steps))
 
 
 def out_of_fold(trainer: Trainer) -> dict[str, Any]:
@@ -185,7 +183,7 @@ def counted(trainer: Trainer) -> dict[str, float]:
     s, problem = trainer.settings, trainer.problem
     watched = problem.classes * s["rows"] / s["batch"] + 1 / 3
     forward, n = 1 / (3 * s["epochs"]), len(checkpoints(s))
-    begun = early_steps(trainer) / trainer.steps
+    begun = s["early"] / s["epochs"]
     validation = len(problem.validation[1]) / problem.examples
     return {
         **{f"{kind}{e}": watched for kind in ("", "harm, ") for e in ESTIMATORS},

@@ -35,13 +35,20 @@ class Problem:
     def examples(self) -> int:
         return len(self.flipped)
 
-    def targets(self, rows: int) -> dict[str, list[Batch]]:
-        """One validation target per label, in batches of so many rows."""
+    def targets(self, rows: int, by_label: bool) -> dict[str, list[Batch]]:
+        """One validation target per label, in batches of so many rows, or one for all of them."""
         x, y = self.validation
-        return {
+        found = {
             str(c): list(zip(x[y == c].split(rows), y[y == c].split(rows), strict=True))
             for c in range(self.classes)
         }
+        if by_label:
+            return found
+        joined = [
+            (torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))
+            for batches in zip(*found.values(), strict=True)
+        ]
+        return {"all": joined}
 
 
 def make(settings: Settings, context: Context) -> Problem:

@@ -142,16 +142,13 @@ def cost_table(committed: dict[str, Any]) -> str:
         "|---|" + "---|" * len(columns),
     ]
     for name in ORDER:
-        if name.startswith("harm"):
-            continue
         cells = []
         for found in columns.values():
             own = [s["detectors"][name] for s in found]
             cells.append(
                 f"{np.mean([c['cost']['mean'] for c in own]):.2f} ({own[0]['counted']:.2f})"
             )
-        words = name if name not in ("secant", "tangent", "sgd") else f"in-run, {name} (and harm)"
-        lines.append(f"| {words} | " + " | ".join(cells) + " |")
+        lines.append(f"| {WORDS.get(name, name)} | " + " | ".join(cells) + " |")
     seconds = [f"{np.mean([s['training_seconds'] for s in f]):.1f} s" for f in columns.values()]
     lines.append("| *one training* | " + " | ".join(seconds) + " |")
     return "\n".join(lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -29,7 +29,8 @@ class Trainer:
     def __init__(self, problem: Problem, settings: Settings, context: Context) -> None:
         self.problem, self.settings, self.context = problem, settings, context
         self.model = problem.build(settings["seed"])  # what functional calls run through
-        self.steps = settings["epochs"] * -(-problem.examples // settings["batch"])
+        self.per_epoch = -(-problem.examples // settings["batch"])
+        self.steps = settings["epochs"] * self.per_epoch
 
     def clock(self) -> float:
         if self.context.device.type == "cuda":
@@ -55,13 +56,13 @@ class Trainer:
         return tuple(x[ids.to(self.context.device)] for x in self.problem.train)
 
     def run(
-        self, estimators: list[str] | None = None, steps: int | None = None
+        self, estimators: Sequence[str] = (), steps: int | None = None, by_label: bool = True
     ) -> Iterator[tuple[int, Any, Any]]:
         """One training, watched if ``estimators`` are given: yields (steps done, model, run)."""
         model = self.problem.build(self.settings["seed"])
         optimizer = tasks.optimizer("adamw", model, self.settings["lr"])
         watched = estimators and inrun.watch(
-            model, optimizer, targets=self.problem.targets(self.settings["rows"]),
+            model, optimizer, targets=self.problem.targets(self.settings["rows"], by_label),
             loss=tasks.classify, estimator=estimators, audit_every=0,
         )  # fmt: skip
         order = self.order(np.arange(self.problem.examples), self.settings["seed"])[:steps]
@@ -135,7 +136,7 @@ class Trainer:
             return -logits.log_softmax(1)[0].gather(0, y[None])[0]
 
         size = 4 * sum(w.numel() for w in weights.values())
-        budget = 2**34 if self.context.device.type == "cuda" else 2**29
+        budget = 2**33 if self.context.device.type == "cuda" else 2**29
         chunk = max(1, min(EVALUATED, budget // size))
         found = []
         for x, y in zip(*(t.split(chunk) for t in self.problem.train), strict=True):
