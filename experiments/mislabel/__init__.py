@@ -1,5 +1,5 @@
-"""Ours: who finds flipped labels, and at what cost? In-run values and harm beside confident learning,
-losses, EL2N, GraNd and TracIn."""
+"""Ours: who finds flipped labels, and at what cost? In-run values and harm beside confident
+learning, losses, EL2N, GraNd and TracIn."""
 
 from __future__ import annotations
 

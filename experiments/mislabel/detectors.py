@@ -1,7 +1,7 @@
 """One part: every detector's scores (higher is more suspicious), how good they are, what they cost.
 
-Wall-clock is measured in this process; ``counted`` is the same from the number of passes, a backward
-pass being two forward ones. Both are multiples of one training and come on top of it.
+Wall-clock is measured in this process; ``counted`` is the same from the number of passes, a
+backward pass being two forward ones. Both are multiples of one training and come on top of it.
 """
 
 from __future__ import annotations
@@ -70,9 +70,8 @@ def inrun_values(trainer: Trainer) -> dict[str, Any]:
 def watching(trainer: Trainer) -> dict[str, float]:
     """Seconds that watching adds to a training: one validation target for sums of values, one per
     label for harm. Rounds take turns with plain steps: a busy machine slows all alike."""
-    kinds = {"plain": ((), False)} | {
-        f"{'harm, ' * by_label}{e}": ((e,), by_label) for by_label in (False, True) for e in ESTIMATORS
-    }  # fmt: skip
+    sums, harm = ({f"{kind}{e}": ((e,), bool(kind)) for e in ESTIMATORS} for kind in ("", "harm, "))
+    kinds = {"plain": ((), False), **sums, **harm}
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     timed = trainer.settings["timed"]
     for _ in range(trainer.settings["rounds"]):

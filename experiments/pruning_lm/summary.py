@@ -30,22 +30,26 @@ def one(runs: list[dict[str, Any]]) -> dict[str, Any]:
     column = int(np.abs(at - same_epochs).argmin())
     late = at >= LATE * first["steps"]
     settings = {}
+
+    def ends(name: str) -> dict[str, np.ndarray]:
+        """The losses of all seeds when the steps, and when the epochs, are as many."""
+        return {k: curves[name][:, i] for k, i in (("steps", -1), ("epochs", epoch_end(name)))}
+
+    def epoch_end(name: str) -> int:
+        return -1 if name == "full" else column
+
     for name, curve in curves.items():
-        whole = name == "full"
-        ends = {"steps": curve[:, -1], "epochs": curve[:, -1 if whole else column]}
+        own = ends(name)
         versus = {
-            other: {
-                end: interval(x - curves[other][:, -1 if end == "steps" or other == "full" else column])
-                for end, x in ends.items()
-            }
+            other: {end: interval(x - ends(other)[end]) for end, x in own.items()}
             for other in ("full", "random20")
             if other != name
-        }  # fmt: skip
+        }
         settings[name] = {
             "mean": [round(x, 5) for x in curve.mean(0)],
             "low": [round(x, 5) for x in curve.min(0)],
             "high": [round(x, 5) for x in curve.max(0)],
-            "loss": {end: interval(x) for end, x in ends.items()},
+            "loss": {end: interval(x) for end, x in own.items()},
             "versus": versus,
             "lower_late": {
                 other: float((curve[:, late] < curves[other][:, late]).mean()) for other in versus
