@@ -8,6 +8,7 @@ from typing import Any
 from experiments import load
 from experiments.common.figures import last
 from experiments.efficiency import here
+from experiments.pruning_lm.summary import signed
 
 Row = tuple[str, str, str, str, str]  # what, the paper, tangent, secant, SGD
 NONE = "–"
@@ -102,6 +103,30 @@ def adds_up(summary: dict[str, Any]) -> list[Row]:
     ]
 
 
+def pruning_lm(summary: dict[str, Any]) -> list[Row]:
+    rows = []
+    for kind, s in summary.items():
+        against = (
+            signed(s["settings"][f"values20, {e}"]["versus"]["random20"]["steps"])
+            for e in ("tangent", "secant", "sgd")
+        )
+        what = f"App. C: loss without the lowest 20 %, less without a random 20 % ({kind} corpus)"
+        rows.append((what, "“often lower”" if kind == "plain" else NONE, *against))
+    return rows
+
+
+def mislabel(summary: dict[str, Any]) -> list[Row]:
+    return [
+        (
+            f"ours: AUROC of harm, {s['rate']:.0%} of labels flipped ({s['task']}, {s['recipe']})",
+            NONE,
+            *(f"{s['detectors'][f'harm, {e}']['auroc']['mean']:.3f}"
+              for e in ("tangent", "secant", "sgd")),
+        )
+        for s in summary.values()
+    ]  # fmt: skip
+
+
 def efficiency(summary: dict[str, Any]) -> list[Row]:
     """Without the smoke size: throughput on a small model and a CPU is another question."""
     rows = []
@@ -126,4 +151,6 @@ ROWS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
     "ghost": ghost,
     "efficiency": efficiency,
     "adds-up": adds_up,
+    "pruning-lm": pruning_lm,
+    "mislabel": mislabel,
 }

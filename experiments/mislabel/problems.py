@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -78,15 +79,19 @@ def make(settings: Settings, context: Context) -> Problem:
     if texts:
         used, (x, *rest) = encoder.narrowed(x, held[0])
         held = (rest[0], held[1])
-        build = partial(reader, name, context, used)
+        build = functools.partial(reader, name, context, used)
     else:
-        build = partial(network, settings["channels"])
+        build = functools.partial(network, settings["channels"])
+
+    @functools.cache  # weights are read from disk once
+    def first(seed: int) -> nn.Module:
+        return build(seed).to(context.device).eval()
 
     def here(rows: Tensor, labels: Any) -> Batch:
         return rows.to(context.device), torch.as_tensor(labels).to(context.device)
 
     return Problem(
-        name, lambda seed: build(seed).to(context.device).eval(), here(x, y), flipped,
+        name, lambda seed: copy.deepcopy(first(seed)), here(x, y), flipped,
         here(held[0][balanced], held[1][balanced]), here(held[0][others], held[1][others]), classes,
     )  # fmt: skip
 
