@@ -15,22 +15,19 @@ def draw(committed: dict[str, Any]) -> Any:
     figure, axes = canvas(2, len(summary), width=5.0)
     for (left, right), (kind, s) in zip(axes, summary.items(), strict=True):
         begin = next(i for i, step in enumerate(s["at"]) if step >= 0.2 * s["steps"])
-        random = s["settings"]["random20"]["mean"]
         for name, c in s["settings"].items():
             colour, label = look(name)
             style = "--" if name == DASHED else ":" if name == "values20, sgd" else "-"
-            for ax, base in ((left, [0.0] * len(random)), (right, random)):
+            for ax, band in ((left, c), (right, c["beside_random"])):
                 x = s["at"][begin:]
-                y = [[m - b for m, b in zip(c[k], base, strict=True)][begin:]
-                     for k in ("mean", "low", "high")]  # fmt: skip
-                ax.plot(x, y[0], style, color=colour, label=label, linewidth=1.3)
-                if ax is left:
-                    ax.fill_between(x, y[1], y[2], color=colour, alpha=0.15, linewidth=0)
+                mean, low, high = (band[k][begin:] for k in ("mean", "low", "high"))
+                ax.plot(x, mean, style, color=colour, label=label, linewidth=1.3)
+                ax.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
         for ax in (left, right):
             ax.axvline(s["epochs_at"], color="#bbbbbb", linewidth=0.8)
             ax.set_xlabel("step (line: the full training's epochs are over)")
         left.set(ylabel="validation loss", title=f"{kind} corpus, {s['model']} ({size})")
-        right.set(ylabel="validation loss less random20's", title="means over seeds")
+        right.set(ylabel="validation loss less random20's", title="pairs of the same seed")
         left.legend(fontsize=7)
     return figure
 

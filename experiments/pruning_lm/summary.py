@@ -46,9 +46,8 @@ def one(runs: list[dict[str, Any]]) -> dict[str, Any]:
             if other != name
         }
         settings[name] = {
-            "mean": [round(x, 5) for x in curve.mean(0)],
-            "low": [round(x, 5) for x in curve.min(0)],
-            "high": [round(x, 5) for x in curve.max(0)],
+            **band(curve),
+            "beside_random": band(curve - curves["random20"]),
             "loss": {end: interval(x) for end, x in own.items()},
             "versus": versus,
             "lower_late": {
@@ -61,6 +60,12 @@ def one(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "spoilt": first["spoilt"]["all"], "settings": settings,
         "overlap": {k: float(np.mean([r["overlap"][k] for r in runs])) for k in first["overlap"]},
     }  # fmt: skip
+
+
+def band(curve: np.ndarray) -> dict[str, list[float]]:
+    """Mean, lowest and highest over seeds [S, points]."""
+    found = {"mean": curve.mean(0), "low": curve.min(0), "high": curve.max(0)}
+    return {k: [round(float(x), 5) for x in v] for k, v in found.items()}
 
 
 def headline(summary: dict[str, Any]) -> str:
