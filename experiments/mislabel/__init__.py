@@ -37,21 +37,25 @@ def parts(size: str) -> dict[str, Settings]:
         }
     if size == "smoke":
         short = digits | {"recipe": "8 epochs", "epochs": 8}
-        kinds = (("digits", digits, RATES), ("digits-short", short, (0.1,)), ("text", text, (0.1,)))
-        return {
-            f"{name}-{100 * rate:.0f}-seed{seed}": settings | {"rate": rate, "seed": seed}
-            for name, settings, rates in kinds
-            for rate in rates
-            for seed in SEEDS
-        }
+        return named(
+            ("digits", digits, RATES, SEEDS),
+            ("digits-short", short, (0.1,), SEEDS),
+            ("text", text, (0.1,), SEEDS[:1]),  # a core needs minutes for one
+        )
     text |= {
         "examples": 10_000, "length": 64, "each": 64, "rows": 32, "batch": 100, "warmup": 30,
         "early_seeds": 5, "timed": 10, "rounds": 2,
     }  # fmt: skip
+    return named(("text", text, RATES, SEEDS))
+
+
+def named(*kinds: tuple[str, Settings, tuple[float, ...], tuple[int, ...]]) -> dict[str, Settings]:
+    """A part for every share of flipped labels and seed."""
     return {
-        f"text-{100 * rate:.0f}-seed{seed}": text | {"rate": rate, "seed": seed}
-        for rate in RATES
-        for seed in SEEDS
+        f"{name}-{100 * rate:.0f}-seed{seed}": settings | {"rate": rate, "seed": seed}
+        for name, settings, rates, seeds in kinds
+        for rate in rates
+        for seed in seeds
     }
 
 
