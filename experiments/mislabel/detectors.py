@@ -25,15 +25,17 @@ def measure(settings: Settings, context: Context) -> dict[str, Any]:
     torch.set_float32_matmul_precision("high")
     problem = problems.make(settings, context)
     trainer = Trainer(problem, settings, context)
-    scores, cost = {}, {}
+    scores, seconds, cost = {}, {}, {}
     stages = [inrun_values, along_the_run, early, out_of_fold]
     probabilities: Any = None
     for i in context.track(len(stages)):
         found = stages[i](trainer)
         scores |= found["scores"]
-        cost |= found["seconds"]
+        seconds |= found.get("seconds", {})
+        cost |= found.get("cost", {})
         probabilities = found.get("probabilities", probabilities)
-    training = cost.pop("training")
+    training = seconds.pop("training")
+    cost |= {name: t / training for name, t in seconds.items()}
     k = int(problem.flipped.sum())
     return {
         "task": problem.name, "recipe": settings["recipe"], "rate": settings["rate"],
@@ -48,7 +50,7 @@ def measure(settings: Settings, context: Context) -> dict[str, Any]:
             for name, s in scores.items()
         },
         "training_seconds": round(training, 3),
-        "cost": {name: round(s / training, 4) for name, s in cost.items()},
+        "cost": {name: round(x, 4) for name, x in cost.items()},
         "counted": {name: round(x, 4) for name, x in counted(trainer).items()},
         "labels": "".join(map(str, problem.train[1].tolist())),
         "flipped": np.flatnonzero(problem.flipped).tolist(),
@@ -64,12 +66,13 @@ def inrun_values(trainer: Trainer) -> dict[str, Any]:
     assert run is not None
     scores = {e: -run.values(e)["value"].to_numpy() for e in ESTIMATORS}
     scores |= {f"harm, {e}": run.harm(e)["harm"].to_numpy() for e in ESTIMATORS}
-    return {"scores": scores, "seconds": watching(trainer)}
+    return {"scores": scores, "cost": watching(trainer)}
 
 
 def watching(trainer: Trainer) -> dict[str, float]:
-    """Seconds that watching adds to a training: one validation target for sums of values, one per
-    label for harm. Rounds take turns with plain steps: a busy machine slows all alike."""
+    """What watching adds to a training, in multiples of it: one validation target for sums of
+    values, one per label for harm. Rounds take turns with plain steps: a busy machine slows all
+    alike."""
     sums, harm = ({f"{kind}{e}": ((e,), bool(kind)) for e in ESTIMATORS} for kind in ("", "harm, "))
     kinds = {"plain": ((), False), **sums, **harm}
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
@@ -83,7 +86,7 @@ def watching(trainer: Trainer) -> dict[str, float]:
             seconds[name].append((trainer.clock() - start) / timed)
     median = {name: float(np.median(s)) for name, s in seconds.items()}
     plain = median.pop("plain")
-    return {name: (s - plain) * trainer.steps for name, s in median.items()}
+    return {name: s / plain - 1 for name, s in median.items()}
 
 
 def along_the_run(trainer: Trainer) -> dict[str, Any]:
