@@ -17,8 +17,10 @@ EXPERIMENTS = {  # name on the command line: folder
     "ghost": "ghost",
     "efficiency": "efficiency",
     "adds-up": "adds_up",
-    "pruning-sst2": "pruning_sst2",
     "source-identification": "source_identification",
+    "pruning-sst2": "pruning_sst2",
+    "pruning-lm": "pruning_lm",
+    "mislabel": "mislabel",
 }
 
 

@@ -12,6 +12,7 @@ from experiments.pruning_sst2.summary import NAMES
 from experiments.pruning_sst2.summary import PAPER as ACCURACIES
 from experiments.source_identification.summary import PAPER as RANKS
 from experiments.source_identification.texts import CATEGORIES
+from experiments.pruning_lm.summary import signed
 
 Row = tuple[str, str, str, str, str]  # what, the paper, tangent, secant, SGD
 NONE = "–"
@@ -120,6 +121,30 @@ def sources(summary: dict[str, Any]) -> list[Row]:
     return rows
 
 
+def pruning_lm(summary: dict[str, Any]) -> list[Row]:
+    rows = []
+    for kind, s in summary.items():
+        against = (
+            signed(s["settings"][f"values20, {e}"]["versus"]["random20"]["steps"])
+            for e in ("tangent", "secant", "sgd")
+        )
+        what = f"App. C: loss without the lowest 20 %, less without a random 20 % ({kind} corpus)"
+        rows.append((what, "“often lower”" if kind == "plain" else NONE, *against))
+    return rows
+
+
+def mislabel(summary: dict[str, Any]) -> list[Row]:
+    return [
+        (
+            f"ours: AUROC of harm, {s['rate']:.0%} of labels flipped ({s['task']}, {s['recipe']})",
+            NONE,
+            *(f"{s['detectors'][f'harm, {e}']['auroc']['mean']:.3f}"
+              for e in ("tangent", "secant", "sgd")),
+        )
+        for s in summary.values()
+    ]  # fmt: skip
+
+
 def efficiency(summary: dict[str, Any]) -> list[Row]:
     """Without the smoke size: throughput on a small model and a CPU is another question."""
     rows = []
@@ -169,4 +194,6 @@ ROWS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
     "adds-up": adds_up,
     "pruning-sst2": pruning,
     "source-identification": sources,
+    "pruning-lm": pruning_lm,
+    "mislabel": mislabel,
 }

@@ -25,6 +25,7 @@ from experiments.common.parts import Context
 Batch = tuple[Tensor, ...]
 BYTES = 128
 GPT2_VOCABULARY = 50_257
+GPT2 = {"gpt2-small": (768, 12, 12), "distilgpt2": (768, 6, 12)}  # width, layers, heads
 
 
 @dataclass
@@ -56,18 +57,17 @@ def classify(model: nn.Module, batch: Batch) -> Tensor:
 def make(settings: dict[str, Any], context: Context, dtype: torch.dtype) -> Task:
     """The task of a part's settings.
 
-    ``model`` (gpt, gpt2-small, encoder, convnet, mlp), ``seed`` (of weights, and of which examples
-    are taken unless ``data_seed`` is given), ``examples`` and ``validation`` (how many), and for
-    transformers ``length``, ``width``, ``layers``, ``heads``.
+    ``model`` (gpt, gpt2-small, distilgpt2, encoder, convnet, mlp), ``seed`` (of weights, and of
+    which examples are taken unless ``data_seed`` is given), ``examples`` and ``validation`` (how
+    many), and for transformers ``length``, ``width``, ``layers``, ``heads``.
     """
     kind, seed = settings["model"], settings.get("seed", 0)
     s = {"length": 32, "width": 32, "layers": 2, "heads": 2} | settings
     loss = next_token
-    if kind in ("gpt", "gpt2-small"):
-        small = kind == "gpt2-small"
-        data: Batch = (tokens(s["length"], context.data, small, s["examples"]),)
-        vocabulary = GPT2_VOCABULARY if small else BYTES
-        shape = (768, 12, 12) if small else (s["width"], s["layers"], s["heads"])
+    if kind == "gpt" or kind in GPT2:
+        data: Batch = (tokens(s["length"], context.data, kind in GPT2, s["examples"]),)
+        vocabulary = GPT2_VOCABULARY if kind in GPT2 else BYTES
+        shape = GPT2.get(kind, (s["width"], s["layers"], s["heads"]))
         build = lambda: Transformer(vocabulary, *shape, s["length"])  # noqa: E731
     elif kind == "encoder":
         loss, data = classify, passages(s["length"], context.data)
@@ -78,7 +78,8 @@ def make(settings: dict[str, Any], context: Context, dtype: torch.dtype) -> Task
         loss, data = classify, digits(dtype)
         build = convnet if kind == "convnet" else mlp
     else:
-        raise ValueError(f"there is no model {kind!r}: use gpt, gpt2-small, encoder, convnet, mlp")
+        known = ", ".join(("gpt", *GPT2, "encoder", "convnet", "mlp"))
+        raise ValueError(f"there is no model {kind!r}: use {known}")
     wanted = s["validation"] + s["examples"]
     if len(data[0]) < wanted:
         raise ValueError(
