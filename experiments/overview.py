@@ -8,11 +8,11 @@ from typing import Any
 from experiments import load
 from experiments.common.figures import last
 from experiments.efficiency import here
+from experiments.pruning_lm.summary import signed
 from experiments.pruning_sst2.summary import NAMES
 from experiments.pruning_sst2.summary import PAPER as ACCURACIES
 from experiments.source_identification.summary import PAPER as RANKS
 from experiments.source_identification.texts import CATEGORIES
-from experiments.pruning_lm.summary import signed
 
 Row = tuple[str, str, str, str, str]  # what, the paper, tangent, secant, SGD
 NONE = "–"
