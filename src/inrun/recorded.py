@@ -100,9 +100,9 @@ def attributes(modules: Sequence[nn.Module]) -> int | None:
     found: list[Any] = []
     for i, module in enumerate(modules):
         own = vars(module)
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]:
+        if any(own.get(hooks) for hooks in _HOOKS):
             return None
-        found.append(own["training"])
+        found.append(own.get("training"))  # a compiled module has it elsewhere
         for name, x in own.items():
             if name not in _OF_EVERY_MODULE and (plain := _plain(x)) is not None:
                 found.append((i, name, plain))
@@ -122,6 +122,7 @@ def _plain(x: Any) -> Any:
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def referred(loss: Callable[..., Any]) -> Callable[[], tuple[Any, ...] | None] | None:
