@@ -18,7 +18,7 @@ from inrun.ops.records import Lookup, wide
 from inrun.tap import MicroBatch
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Direction:
     """u_q of one parameter for Q targets: K ⊙ v_q, or v_q where there is no factor K."""
 
@@ -112,10 +112,10 @@ def components(names: Iterable[str], micros: Sequence[MicroBatch]) -> list[list[
     return found
 
 
-def cancelling(G: Mapping[str, Tensor], micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
-    """0 for vectors whose gradient is zero but for rounding, though single examples' are not, and 1
-    for others: a bias before BatchNorm. The batch does not move them, yet an adaptive optimizer's
-    slope at zero is of the order lr/eps there and would credit examples with nonsense.
+def cancelling(G: Mapping[str, Tensor], micros: Sequence[MicroBatch]) -> set[str]:
+    """Vectors whose gradient is zero but for rounding, though single examples' are not: a bias
+    before BatchNorm. The batch does not move them, yet an adaptive optimizer's slope at zero is of
+    the order lr/eps there and would credit examples with nonsense.
 
     A vector as a whole: single coordinates of any gradient may be small by chance."""
     sizes: dict[str, Tensor] = {}
@@ -123,25 +123,16 @@ def cancelling(G: Mapping[str, Tensor], micros: Sequence[MicroBatch]) -> dict[st
     for micro in micros:
         if micro.autocast is not None and micro.autocast[1]:
             coarse = max(coarse, torch.finfo(micro.autocast[2]).eps)
-        alike: dict[Any, list[tuple[str, Tensor]]] = {}  # small tensors: few launches on a GPU
         for node, records in micro.records.items():
             k = node.name
             if node.param is not None and k in G and G[k].ndim <= 1:
                 for record in records:
-                    rows = record.to(G[k].device).rows()
-                    alike.setdefault((rows.shape, rows.dtype), []).append((k, rows))
-        for found in alike.values():
-            sums = torch.stack([rows for _, rows in found]).abs().sum(1)
-            for (k, _), part in zip(found, sums, strict=True):
-                sizes[k] = sizes[k] + part if k in sizes else part
-    grouped: dict[Any, list[str]] = {}
-    for k, x in sizes.items():
-        grouped.setdefault((x.shape, x.dtype, G[k].dtype), []).append(k)
-    keep: dict[str, Tensor] = {}
-    for (_, dtype, _), names in grouped.items():
-        own, all_ = (torch.stack([x[k] for k in names]).reshape(len(names), -1) for x in (G, sizes))
-        limit = max(coarse, 0.3 * math.sqrt(torch.finfo(dtype).eps))
-        large = (own.norm(dim=1) > limit * all_.norm(dim=1)).to(dtype)
-        shaped = large[:, None].expand_as(own).contiguous().view(-1, *G[names[0]].shape)
-        keep.update(zip(names, shaped, strict=True))
-    return keep
+                    size = record.to(G[k].device).rows().abs().sum(0)
+                    sizes[k] = sizes[k] + size if k in sizes else size
+    if not sizes:
+        return set()
+    own, all_ = (torch.stack([x[k].norm().double() for k in sizes]) for x in (G, sizes))
+    limits = [max(coarse, 0.3 * math.sqrt(torch.finfo(x.dtype).eps)) for x in sizes.values()]
+    limit = all_ * torch.tensor(limits, dtype=torch.float64, device=all_.device)
+    found = ((own <= limit) & (all_ > 0)).tolist()
+    return {k for k, cancels in zip(sizes, found, strict=True) if cancels}

@@ -49,7 +49,7 @@ class Estimator:
         return Estimator(text, kind, point)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: one is made for each parameter in each step
 class Moved:
     """One parameter of a step: weights, the gradient the optimizer receives, state and options."""
 

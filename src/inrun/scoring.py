@@ -60,6 +60,7 @@ class Scorer:
         self._clipping = ClippingWatch(max_norm)
         self._static = Static()
         self._verified = False
+        self._cancelling: set[str] = set()
 
     def close(self) -> None:
         self._static = Static()
@@ -70,7 +71,8 @@ class Scorer:
     ) -> Score | Pending:  # fmt: skip
         """Values of all examples of the step that the optimizer is about to take."""
         names = [k for k, p in self.params.items() if p.grad is not None]
-        self._refuse_unseen(names, micros)
+        if not self._verified:
+            self._refuse_unseen(names, micros)
         mine = {k: self.params[k] for k in names}
         moved = self._moved()
         own = {id(m.p): i for i, m in enumerate(moved)}
@@ -92,7 +94,9 @@ class Scorer:
             (len(self.estimators), len(self.targets), len(ids)), dtype=torch.float64
         )
         expected, losses = values.new_zeros(values.shape[:2]), values.new_zeros(values.shape[1])
-        maps = self._maps(path, places, G, micros)
+        if audit or not self._verified:  # a matter of the model, not of the step
+            self._cancelling = cancelling(G, micros)
+        maps = self._maps(path, places, G)
         measured, parts = None, components(names, micros) if len(self.targets) > 1 else []
         with self.validator.evaluating():
             for group in self.validator.groups(mine, audit):
@@ -172,16 +176,18 @@ class Scorer:
         return f"the validation loss of '{target}' is not finite"
 
     def _maps(
-        self, path: Path, places: list[int], G: Mapping[str, Tensor], micros: list[MicroBatch]
+        self, path: Path, places: list[int], G: Mapping[str, Tensor]
     ) -> list[dict[str, LinearMap]]:
         """For each estimator, the linear map of each parameter."""
         made: dict[str, list[LinearMap]] = {}
         with stage("update map"):
-            keep = cancelling(G, micros)
             for e in self.estimators:
                 if e.kind not in made:
                     maps = path.maps(e.kind, POINTS[e.point][0])
-                    made[e.kind] = _masked([maps[i] for i in places], [keep.get(k) for k in G])
+                    made[e.kind] = [
+                        _nothing(maps[i]) if k in self._cancelling else maps[i]
+                        for i, k in zip(places, G, strict=True)
+                    ]
         return [dict(zip(G, made[e.kind], strict=True)) for e in self.estimators]
 
     def _by_point(self) -> dict[str, list[int]]:
@@ -263,7 +269,7 @@ class Scorer:
     def _refuse_unseen(self, names: list[str], micros: list[MicroBatch]) -> None:
         seen = {r for m in micros for node in m.records for r in node.roots}
         unseen = [k for k in names if k not in seen]
-        if unseen and not self._verified:
+        if unseen:
             raise CaptureError(
                 f"parameter {', '.join(unseen[:5])} received a gradient, but no operation of it "
                 "was seen inside run.batch(ids): it is used in a custom autograd function, or "
@@ -339,7 +345,7 @@ def _pieces(
     yield piece
 
 
-def _finite(tensors: Sequence[Tensor]) -> Tensor:
+def _finite(tensors: list[Tensor]) -> Tensor:
     """Is every number finite? One launch on a GPU; on a CPU sums are quicker than norms."""
     if tensors[0].is_cuda:
         return torch.stack(torch._foreach_norm(tensors, math.inf)).isfinite().all()
@@ -354,17 +360,9 @@ def _each(f: LinearMap, v: Tensor) -> Tensor:
     return torch.stack([f(x) for x in v])
 
 
-def _masked(maps: Sequence[LinearMap], keep: Sequence[Tensor | None]) -> list[LinearMap]:
-    """The maps, times ``keep`` where it is given."""
-    pairs = list(zip(maps, keep, strict=True))
-    scaled = [(f.K, x.to(f.K.dtype)) for f, x in pairs if isinstance(f, Scale) and x is not None]
-    if scaled:  # all at once: these are many small tensors; K is ours to change
-        torch._foreach_mul_([K for K, _ in scaled], [x for _, x in scaled])
-    return [f if x is None or isinstance(f, Scale) else _times(f, x) for f, x in pairs]
-
-
-def _times(f: LinearMap, keep: Tensor) -> LinearMap:
-    return lambda v: f(v) * keep.to(v.dtype)
+def _nothing(f: LinearMap) -> LinearMap:
+    """The map to zero, of the same kind."""
+    return Scale(torch.zeros_like(f.K)) if isinstance(f, Scale) else torch.zeros_like
 
 
 def _tolerance(G: Iterable[Tensor], half: bool) -> float:

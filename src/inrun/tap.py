@@ -60,7 +60,7 @@ class MicroBatch:
         return float(sum(float(x) for x in parts))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Tapped:
     """What the tap needs when δ arrives.
 

@@ -126,7 +126,7 @@ class Validator:
         if keep:
             loss, grads = loss.clone(), [g.clone() for g in grads]
         found = dict(zip(params, grads, strict=True))
-        return Gradients(loss, lambda k, qs: found[k][None])
+        return Gradients(loss, lambda k, qs: found[k].unsqueeze(0))
 
     def _in_chunks(self, q: int, params: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The gradient of one target, in smaller chunks of rows where memory runs out."""
@@ -224,7 +224,7 @@ class Validator:
         device, enabled, dtype = self.autocast or ("cpu", False, torch.bfloat16)
         try:
             for m, _ in modes:
-                m.training = False
+                _set_training(m, False)
             with (
                 warnings.catch_warnings(),
                 self._buffers.kept(self.modules),
@@ -236,7 +236,7 @@ class Validator:
                 yield
         finally:
             for m, training in modes:
-                m.training = training
+                _set_training(m, training)
 
     def close(self) -> None:
         """Let go of device memory and of the model."""
@@ -249,6 +249,14 @@ class Validator:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for t in self.targets:
             t.load_state_dict(state[t.name])
+
+
+def _set_training(module: nn.Module, training: bool) -> None:
+    """``module.training = training``, without asking whether it is a parameter."""
+    if "training" in vars(module):
+        vars(module)["training"] = training
+    else:  # a compiled module has it elsewhere
+        module.training = training
 
 
 class Buffers:

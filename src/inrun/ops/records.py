@@ -24,7 +24,7 @@ R = TypeVar("R", bound="Record")
 _CHOSEN = 2**26  # numbers
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Record:
     """Base of all forms."""
 
@@ -82,7 +82,7 @@ class Record:
         return [v for x in fields(self) if isinstance(v := getattr(self, x.name), Tensor)]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Dense(Record):
     """Materialised: the per-example gradients themselves."""
 
@@ -114,7 +114,7 @@ class Dense(Record):
         return Dense(self.grads + other.grads)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Aligned(Record):
     """The operand has one slice per example (an expanded class token): row i uses slice i."""
 
@@ -142,7 +142,7 @@ def _only(i: int, g: Tensor, B: int, dim: int) -> Tensor:
     return out.movedim(0, dim)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Pair(Record):
     """Ghost form of y = x Wᵀ: ⟨u, g_i⟩ = Σ_t δ_itᵀ u a_it; g_i = Σ_t δ_it ⊗ a_it is not formed."""
 
@@ -172,7 +172,7 @@ class Pair(Record):
         return _merged(self, sizes)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Lookup(Record):
     """Ghost form of an embedding: g_i has δ_it added to row ids_it."""
 
@@ -212,7 +212,7 @@ class Lookup(Record):
         rows.index_add_(0, at.flatten(), self.delta.flatten(0, 1).to(total.dtype))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Replay(Record):
     """Any operation: ⟨u, g_i⟩ = ⟨δ_i, (∂f/∂W · u)_i⟩, the operation's own derivative along u.
 
