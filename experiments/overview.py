@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments import load
 from experiments.common.figures import last
-from experiments.efficiency import here
+from experiments.efficiency import here, with_costs
 from experiments.pruning_lm.summary import signed
 from experiments.pruning_sst2.summary import NAMES
 from experiments.pruning_sst2.summary import PAPER as ACCURACIES
@@ -26,6 +26,8 @@ def table() -> str:
     ]
     for name, rows in ROWS.items():
         committed = load(name).committed()
+        if name == "efficiency":
+            committed = with_costs(committed)
         if not committed:
             continue
         size, summary = last(committed)
@@ -151,7 +153,7 @@ def efficiency(summary: dict[str, Any]) -> list[Row]:
     for part in summary.values():
         found = {r["variant"]: r for r in part["rows"]}
         if part["model"] == "gpt2":
-            cells = (here(found[v], "ratio") for v in ("tangent", "fast"))
+            cells = (here(found[v], "ratio") if v in found else NONE for v in ("tangent", "fast"))
             what = f"Table 1: share of plain throughput ({found['plain']['mode']})"
             rows.append((what, "43.9%", *cells, NONE))
     return rows

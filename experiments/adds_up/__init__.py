@@ -28,6 +28,7 @@ RUNS = {  # optimizer and learning rate
     "sgd-momentum-5e-2": ("sgd-momentum", 5e-2),
 }
 POINTS = 100  # of a curve in the committed results
+WORST = 5  # steps
 
 
 def parts(size: str) -> dict[str, Settings]:
@@ -94,6 +95,8 @@ def one(r: dict[str, Any]) -> dict[str, Any]:
         "batch_share": float(batch.sum()),
         "momentum_share": float(momentum.sum()),
         "explained": {e: float(v.sum() / batch.sum()) for e, v in sums.items()},
+        "without_worst": {e: without_worst(batch, v) for e, v in sums.items()},
+        "largest": largest(batch, momentum, np.array(r["loss"])),
         "residual": {  # |batch share − Σ values| / Σ|value| of single steps
             e: {
                 "median": float(np.median(x)),
@@ -110,6 +113,21 @@ def one(r: dict[str, Any]) -> dict[str, Any]:
             "sum": {e: numbers(v.cumsum()[thin], 4) for e, v in sums.items()},
         },
     }
+
+
+def without_worst(batch: np.ndarray, values: np.ndarray) -> float:
+    """Explained, leaving out the few steps where most is missing."""
+    rest = np.argsort(np.abs(batch - values))[:-WORST]
+    return float(values[rest].sum() / batch[rest].sum())
+
+
+def largest(batch: np.ndarray, momentum: np.ndarray, loss: np.ndarray) -> dict[str, float]:
+    """The step whose batch did most, in either direction, and the loss before it."""
+    i = int(np.abs(batch).argmax())
+    return {
+        "step": i, "loss": float(loss[i]), "batch_share": float(batch[i]),
+        "momentum_share": float(momentum[i]),
+    }  # fmt: skip
 
 
 def headline(summary: dict[str, Any]) -> str:
@@ -142,19 +160,27 @@ def table(committed: dict[str, Any]) -> str:
 
 
 def steps(committed: dict[str, Any]) -> str:
-    """Single steps from step 5 on: how many add up to within 1 %, and the worst."""
+    """Single steps from step 5 on: how many add up to within 1 %, and the worst; then what is
+    explained of all steps but the worst few."""
     names = ("tangent", "secant", "secant+gauss2")
     lines = [
-        "| size | optimizer, learning rate | " + " | ".join(ESTIMATORS[e] for e in names) + " |",
-        "|---|---|" + "---|" * len(names),
+        "| size | optimizer, learning rate | "
+        + " | ".join(ESTIMATORS[e] for e in names)
+        + " | largest batch share: step, loss before it |",
+        "|---|---|" + "---|" * (len(names) + 1),
     ]
     for size, data in committed.items():
         for c in data["summary"].values():
             row = " | ".join(
-                f"{c['residual'][e]['within_1_percent']:.0%}, worst {c['residual'][e]['max']:.1%}"
+                f"{c['residual'][e]['within_1_percent']:.0%}, worst "
+                f"{c['residual'][e]['max']:.1%}; {c['without_worst'][e]:.1%}"
                 for e in names
             )
-            lines.append(f"| {size} | {c['optimizer']}, {c['lr']:.0e} | {row} |")
+            top = c["largest"]
+            lines.append(
+                f"| {size} | {c['optimizer']}, {c['lr']:.0e} | {row} | "
+                f"{top['batch_share']:+.2f}: {top['step']}, {top['loss']:.2f} |"
+            )
     return "\n".join(lines)
 
 
