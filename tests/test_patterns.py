@@ -3,6 +3,9 @@
 Sizes coincide on purpose: batch = tokens = width = 4.
 """
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -196,6 +199,78 @@ def test_an_index_that_says_something_else_in_the_next_step():
     order.copy_(order.flip(0))
     with pytest.raises(inrun.CaptureError, match="cannot be told apart"), run.batch(range(N)):
         square(model, x).backward()
+
+
+@pytest.mark.parametrize("how", ["hook", "tuple"])
+def test_calls_that_are_remembered_keep_nothing_alive(how):
+    kept = []
+
+    def function(m, x):
+        h = m.first(x)
+        if m.training and how == "hook":
+            large = h.detach() * 2
+            kept.append(weakref.ref(large))
+            h.register_hook(lambda g: g + 0 * large)
+        elif m.training:
+            pair = torch.aminmax(h, dim=1)
+            kept.append(weakref.ref(pair[0]))
+            h = h + torch.stack(pair, 1).sum(1, keepdim=True)
+        return m.second(h)
+
+    model = Model(function, first=nn.Linear(N, N), second=nn.Linear(N, 2))
+    x = torch.randn(N, N)
+    run, optimizer = watched(model, square, x)
+    for _ in range(3):
+        with run.batch(range(N)):
+            square(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()
+    assert kept and all(r() is None for r in kept)
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_a_gradient_that_cancels_once_by_chance(name):
+    """A head of zeros and a balanced batch: the head's bias gets no gradient in the first step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
+    nn.init.zeros_(model[2].weight)
+    nn.init.zeros_(model[2].bias)
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3)
+    X, y = torch.randn(160, 5), torch.randint(0, 4, (160,))
+    y[:8] = torch.arange(8) % 4
+    held_out = torch.randn(16, 5), torch.arange(16) % 3
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    with inrun.watch(
+        model, optimizer, validation=[held_out], loss=loss, audit_every=0, estimator="secant"
+    ) as run:
+        for step, ids in enumerate(torch.arange(160).split(8)):
+            check = run.check() if step == 19 else None
+            with run.batch(ids):
+                loss(model, (X[ids], y[ids])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert check is not None and check.relative_error < 0.03
+
+
+def test_a_vector_that_begins_to_cancel():
+    """A bias before BatchNorm is unfrozen on the way, and nobody audits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+    model[0].bias.requires_grad_(False)
+    x = torch.randn(16, 5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    with inrun.watch(model, optimizer, validation=[x], loss=square, audit_every=0) as run:
+        for step in range(5):
+            model[0].bias.requires_grad_(step >= 2)
+            with run.batch(range(16)):
+                square(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert run.history()["value"].abs().max() < 0.1
 
 
 def test_rows_collated_inside_the_block():

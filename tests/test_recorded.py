@@ -1,5 +1,6 @@
 """What a recorded validation pass depends on, and that a replay is the pass."""
 
+import enum
 import functools
 
 import pytest
@@ -234,6 +235,21 @@ def test_tensors_of_a_module_are_never_read():
     before = attributes([a])
     a.kept["two"] = 3
     assert attributes([a]) != before
+
+
+def test_attributes_that_are_easily_mistaken():
+    class Mode(enum.Enum):
+        A, B = 1, 2
+
+    a = nn.Identity()
+    for before, after in ((-1, -2), (Mode.A, Mode.B), ([Mode.A], [Mode.B])):
+        a.x = before
+        first = attributes([a])
+        a.x = after
+        assert attributes([a]) != first
+    a.x = a.itself = [1]
+    a.itself.append(a.itself)  # no end
+    assert attributes([a]) is not None
 
 
 def test_modules_with_hooks_are_not_recorded():

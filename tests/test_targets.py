@@ -536,3 +536,22 @@ def test_lists_are_drawn_without_touching_random_states(monkeypatch):
     batches = module.Batches("t", [1, 2], 0)
     assert batches.take(5) == [1, 2, 1, 2, 1]
     assert batches.state_dict() == {"epoch": 2, "index": 1}
+
+
+def test_tensors_made_of_parameters_are_differentiated_at_the_point():
+    """Weight normalisation: the weight is made of two parameters, and not linear in them."""
+
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.utils.parametrizations.weight_norm(nn.Linear(5, 6))
+            self.second = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.second(self.first(x).tanh())
+
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=0.5)
+
+    data = POINTS, LABELS
+    assert_as_apart(Normed().double(), data, classes, equal(data), optimizer=sgd)

@@ -31,7 +31,7 @@ from inrun.meeting import has_pure_form, operate, prepare, shapes_suffice, summe
 from inrun.nodes import Node
 from inrun.ops import Call, Form, Record, op_rule, replay
 from inrun.provenance import CONSTANT, OUTSIDE, UNKNOWN, Provenance
-from inrun.recall import Followed, Met, tensors_of
+from inrun.recall import Followed, Met, Recall, tensors_of
 from inrun.tap import (
     MicroBatch,
     Tap,
@@ -114,6 +114,7 @@ class Capture(Provenance):
 
     def close(self) -> None:
         self._backend.close()
+        self._recall = Recall(self._find)
 
     # For compiled graphs (compiled.py)
 
@@ -249,6 +250,11 @@ class Capture(Provenance):
         if not met.detached and not out.requires_grad:
             self._note_batched(func, args, kwargs, out)
             return out
+        if out.shape != call.shape:
+            layout = self._follow(func, args, kwargs, out)
+            if layout is None:
+                raise refusal(call, [out], "the examples cannot be told apart in its output")
+            call = call.with_(layout=layout, shape=out.shape)
         return self._tap(out, call, met, leaves)
 
     def _tap(self, out: Tensor, call: Call, met: Met, leaves: Sequence[Any]) -> Tensor:

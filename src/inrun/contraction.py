@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -112,27 +112,35 @@ def components(names: Iterable[str], micros: Sequence[MicroBatch]) -> list[list[
     return found
 
 
-def cancelling(G: Mapping[str, Tensor], micros: Sequence[MicroBatch]) -> set[str]:
-    """Vectors whose gradient is zero but for rounding, though single examples' are not: a bias
-    before BatchNorm. The batch does not move them, yet an adaptive optimizer's slope at zero is of
-    the order lr/eps there and would credit examples with nonsense.
+def cancelling(
+    G: Mapping[str, Tensor], micros: Sequence[MicroBatch], among: Collection[str] | None = None
+) -> dict[str, Tensor]:
+    """For each vector (of some), on its device: is its gradient zero but for rounding, though
+    single examples' are not? A bias before BatchNorm. The batch does not move it, yet an adaptive
+    optimizer's slope at zero is of the order lr/eps there and would credit examples with nonsense.
 
-    A vector as a whole: single coordinates of any gradient may be small by chance."""
+    A vector as a whole: single coordinates of any gradient may be small by chance. For the same
+    reason the coarse rounding of a backward pass in half precision counts for longer ones only.
+    """
     sizes: dict[str, Tensor] = {}
-    coarse = 0.0  # the rounding of the backward pass, where that is coarser than the gradients'
+    coarse = 0.0
     for micro in micros:
         if micro.autocast is not None and micro.autocast[1]:
             coarse = max(coarse, torch.finfo(micro.autocast[2]).eps)
         for node, records in micro.records.items():
             k = node.name
-            if node.param is not None and k in G and G[k].ndim <= 1:
-                for record in records:
-                    size = record.to(G[k].device).rows().abs().sum(0)
-                    sizes[k] = sizes[k] + size if k in sizes else size
-    if not sizes:
-        return set()
-    own, all_ = (torch.stack([x[k].norm().double() for k in sizes]) for x in (G, sizes))
-    limits = [max(coarse, 0.3 * math.sqrt(torch.finfo(x.dtype).eps)) for x in sizes.values()]
-    limit = all_ * torch.tensor(limits, dtype=torch.float64, device=all_.device)
-    found = ((own <= limit) & (all_ > 0)).tolist()
-    return {k for k, cancels in zip(sizes, found, strict=True) if cancels}
+            if node.param is None or k not in G or G[k].ndim > 1 or (among and k not in among):
+                continue
+            for record in records:
+                size = record.to(G[k].device).rows().abs().sum(0)
+                sizes[k] = sizes[k] + size if k in sizes else size
+    found = {}
+    for k, size in sizes.items():
+        limit = 0.3 * math.sqrt(torch.finfo(size.dtype).eps)
+        limit = max(limit, coarse) if size.numel() >= _LONG else limit
+        own, whole = G[k].norm(), size.norm()
+        found[k] = (own <= limit * whole) & (whole > 0) & own.isfinite()
+    return found
+
+
+_LONG = 8  # numbers

@@ -61,12 +61,16 @@ def directions(node: Node, u: Mapping[str, Tensor]) -> Tensor | None:
     return along(value, [params[k] for k in moving], [u[k] for k in moving])
 
 
-def pull_back(node: Node, rows: Tensor) -> dict[str, Tensor]:
-    """Per-example gradients [B, *node] as per-example gradients [B, *W] of each parameter."""
+def pull_back(
+    node: Node, rows: Tensor, at: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Per-example gradients [B, *node] as per-example gradients [B, *W] of each parameter, whose
+    values are those of ``at``, or as they are now."""
     if node.param is not None:
         return {node.name: rows}
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-        inputs = {k: p.clone().requires_grad_() for k, p in _parameters(node).items()}
+        values = _parameters(node) | {k: v for k, v in (at or {}).items() if k in node.roots}
+        inputs = {k: p.clone().requires_grad_() for k, p in values.items()}
         out = _evaluate(node, inputs, {})
         grads = [
             torch.autograd.grad(out, list(inputs.values()), g.to(out.dtype), retain_graph=True)

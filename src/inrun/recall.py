@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from inrun.layout import tensors_in
@@ -19,6 +20,7 @@ from inrun.ops import Call
 from inrun.tap import shape_of
 
 _MOST = 10_000
+_PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _BY_CONTENT = {Tensor.__getitem__, Tensor.__setitem__}  # what an index tensor holds matters
 
 
@@ -108,12 +110,14 @@ class Recall:
             if type(info) is Node and info.param is None:
                 return False  # made anew in each step
             key += (id(info), x.shape, x.dtype)
-        elif type(x) in (list, tuple):
+        elif isinstance(x, (list, tuple)):
             key += (type(x), len(x))
             return all(self._extend(key, y) for y in x)
         elif type(x) is slice:
             key += (slice, x.start, x.stop, x.step)
             return not tensors_in((x.start, x.stop, x.step))
-        else:
+        elif isinstance(x, _PLAIN) or x is None or x is Ellipsis:
             key.append(x)
+        else:
+            return False  # it might keep something alive, or change
         return True

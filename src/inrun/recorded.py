@@ -10,11 +10,13 @@ recorded (the pass waits for the device, say) runs as usual.
 
 from __future__ import annotations
 
+import enum
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -92,7 +94,7 @@ class Recorder:
         return _Recording(graph, [x for x in static if isinstance(x, Tensor)], result)
 
 
-def attributes(modules: Sequence[nn.Module]) -> int | None:
+def attributes(modules: Sequence[nn.Module]) -> tuple[Any, ...] | None:
     """A fingerprint of the plain attributes of modules, and of containers of such.
 
     None: a module has hooks, whose Python is not ours to leave out.
@@ -106,19 +108,21 @@ def attributes(modules: Sequence[nn.Module]) -> int | None:
         for name, x in own.items():
             if name not in _OF_EVERY_MODULE and (plain := _plain(x)) is not None:
                 found.append((i, name, plain))
-    return hash(tuple(found))
+    return tuple(found)
 
 
-def _plain(x: Any) -> Any:
-    """Something hashable that changes with a plain value, or with a container of such."""
+def _plain(x: Any, depth: int = 0) -> Any:
+    """Something hashable that changes with a plain value, or with a small container of such."""
     kind = type(x)
     if kind in _PLAIN:
         return kind, x
-    if kind in (tuple, list, set):
-        return kind, tuple(_plain(y) for y in x)
+    if isinstance(x, (enum.Enum, np.generic)):
+        return kind, repr(x)
+    if kind not in (tuple, list, set, dict) or len(x) > 64 or depth > 3:
+        return None
     if kind is dict:
-        return kind, tuple((k, _plain(y)) for k, y in x.items())
-    return None
+        return kind, tuple((repr(k), _plain(y, depth + 1)) for k, y in x.items())
+    return kind, tuple(_plain(y, depth + 1) for y in x)
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))

@@ -60,7 +60,8 @@ class Scorer:
         self._clipping = ClippingWatch(max_norm)
         self._static = Static()
         self._verified = False
-        self._cancelling: set[str] = set()
+        self._candidates: set[str] = set()  # vectors that may cancel
+        self._looked_at: Any = None
 
     def close(self) -> None:
         self._static = Static()
@@ -94,9 +95,7 @@ class Scorer:
             (len(self.estimators), len(self.targets), len(ids)), dtype=torch.float64
         )
         expected, losses = values.new_zeros(values.shape[:2]), values.new_zeros(values.shape[1])
-        if audit or not self._verified:  # a matter of the model, not of the step
-            self._cancelling = cancelling(G, micros)
-        maps = self._maps(path, places, G)
+        maps = self._maps(path, places, G, self._cancelling(G, micros, audit))
         measured, parts = None, components(names, micros) if len(self.targets) > 1 else []
         with self.validator.evaluating():
             for group in self.validator.groups(mine, audit):
@@ -175,18 +174,33 @@ class Scorer:
         target = self.targets[int(np.argmin(np.isfinite(losses)))]
         return f"the validation loss of '{target}' is not finite"
 
+    def _cancelling(
+        self, G: Mapping[str, Tensor], micros: list[MicroBatch], audit: bool
+    ) -> dict[str, Tensor]:
+        """Which vectors cancel in this step. It is a matter of the model which of them can, so all
+        are looked at only now and then."""
+        if not self.rule.adaptive:
+            return {}
+        state = tuple(G), tuple(m.training for m in self.validator.modules)
+        if audit or not self._verified or state != self._looked_at:
+            flags = cancelling(G, micros)
+            self._candidates = {k for k, x in flags.items() if bool(x)}
+            self._looked_at = state
+        return cancelling(G, micros, self._candidates) if self._candidates else {}
+
     def _maps(
-        self, path: Path, places: list[int], G: Mapping[str, Tensor]
+        self, path: Path, places: list[int], G: Mapping[str, Tensor], still: Mapping[str, Tensor]
     ) -> list[dict[str, LinearMap]]:
-        """For each estimator, the linear map of each parameter."""
+        """For each estimator, the linear map of each parameter; to zero for those that are
+        ``still``."""
         made: dict[str, list[LinearMap]] = {}
         with stage("update map"):
             for e in self.estimators:
                 if e.kind not in made:
                     maps = path.maps(e.kind, POINTS[e.point][0])
                     made[e.kind] = [
-                        _nothing(maps[i]) if k in self._cancelling else maps[i]
-                        for i, k in zip(places, G, strict=True)
+                        _unless(still[k], maps[i]) if k in still else maps[i]
+                        for k, i in zip(G, places, strict=True)
                     ]
         return [dict(zip(G, made[e.kind], strict=True)) for e in self.estimators]
 
@@ -360,9 +374,11 @@ def _each(f: LinearMap, v: Tensor) -> Tensor:
     return torch.stack([f(x) for x in v])
 
 
-def _nothing(f: LinearMap) -> LinearMap:
-    """The map to zero, of the same kind."""
-    return Scale(torch.zeros_like(f.K)) if isinstance(f, Scale) else torch.zeros_like
+def _unless(still: Tensor, f: LinearMap) -> LinearMap:
+    """The map, or one to zero of the same kind."""
+    if isinstance(f, Scale):
+        return Scale(f.K.masked_fill(still, 0.0))
+    return lambda v: f(v).masked_fill(still, 0.0)
 
 
 def _tolerance(G: Iterable[Tensor], half: bool) -> float:

@@ -117,17 +117,18 @@ class Sweep:
             value = loss()
             torch.autograd.grad(value, [capture.trigger], allow_unused=True)
         scale = torch.tensor([sum(sizes) / n for n in sizes], dtype=torch.float64)
+        at = {k: p.detach() for k, p in params.items()}  # the weights of the point
         return Gradients(
             value.detach(),
-            lambda k, qs: _gradient(micro, sizes, k, qs, params[k]),
+            lambda k, qs: _gradient(micro, sizes, k, qs, at),
             scale.to(value.device, non_blocking=True),
         )
 
 
 def _gradient(
-    micro: MicroBatch, sizes: Sequence[int], name: str, qs: slice, like: Tensor
+    micro: MicroBatch, sizes: Sequence[int], name: str, qs: slice, at: Mapping[str, Tensor]
 ) -> Tensor:
-    """∇ℓ_q of one parameter for a range of targets, up to their scale."""
+    """∇ℓ_q of one parameter for a range of targets, up to their scale, at these weights."""
     offsets = [0, *itertools.accumulate(sizes)]
     first, last = offsets[qs.start], offsets[qs.stop]
     chosen = sizes[qs]
@@ -138,9 +139,10 @@ def _gradient(
                 total = total.contiguous()
                 record.map(lambda t: t[first:last]).add_groups(total, chosen)
                 continue
-            part = pull_back(node, record.some_groups(first, chosen))[name]
+            part = pull_back(node, record.some_groups(first, chosen), at)[name]
             total = part if total is None else total + part
     if total is None:
+        like = at[name]
         return torch.zeros((len(chosen), *like.shape), dtype=wide(like).dtype, device=like.device)
     return total
 

@@ -134,7 +134,7 @@ def test_interrupted_it_says_so_and_goes_on_later(texts, tmp_path):
             while process.poll() is None and not (out.exists() and len(rows(out)) == 3):
                 time.sleep(0.02)
             process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=10)
+            _, said = process.communicate(timeout=60)
         finally:
             process.kill()
         assert process.returncode == 130, said

@@ -98,7 +98,7 @@ class Dense(Record):
         if len(set(sizes)) > 1:
             return super().groups(sizes)
         if sizes[0] == 1:
-            return self.grads
+            return self.grads.clone()  # the caller may add to it
         return self.grads.reshape(len(sizes), sizes[0], *self.grads.shape[1:]).sum(1)
 
     def dot(self, u: Tensor) -> Tensor:
@@ -190,7 +190,9 @@ class Lookup(Record):
 
     def dots(self, u: Tensor, K: Tensor | None = None) -> Tensor:
         delta = wide(self.delta) if K is None else wide(self.delta) * K[self.ids]
-        some = max(1, _CHOSEN // delta.numel())  # the chosen rows of so many directions at a time
+        some = max(
+            1, _CHOSEN // max(1, delta.numel())
+        )  # the chosen rows of so many directions at a time
         found = [(wide(v[:, self.ids]) * delta).sum((2, 3)) for v in u.split(some)]
         return torch.cat(found)
 

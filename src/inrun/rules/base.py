@@ -72,6 +72,7 @@ class Rule:
         decay: the factor on the weights, a function of the options.
         coordinatewise: each coordinate of the update depends on that coordinate of g alone (or is
             well enough described so: see Adafactor). False: the secant is a path integral.
+        adaptive: the update is scaled by the gradients' own size, so that tiny gradients count.
         factor: a closed form of K without cancellation, where there is one.
         derivative: a closed form of the diagonal of J, where there is one.
         twin: a function equal to ``update`` up to its low-precision rounding, to differentiate
@@ -86,6 +87,7 @@ class Rule:
     update: UpdateMap
     decay: Callable[[Options], Any] = no_decay
     coordinatewise: bool = True
+    adaptive: bool = True
     factor: UpdateMap | None = None
     derivative: UpdateMap | None = None
     twin: UpdateMap | None = None
