@@ -297,6 +297,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu": gpu,
     "demo": demo,
     "reproduce": overview.table,
+    "headlines": overview.headlines,
     "costs-gpu": lambda: headline(
         "h200", "gpt2-compile", "gpt2", "hf-gpt2-compile", "hf-gpt2", "convnet"
     ),

@@ -18,22 +18,49 @@ Row = tuple[str, str, str, str, str]  # what, the paper, tangent, secant, SGD
 NONE = "–"
 
 
+HEAD = (
+    "| claim | size | the paper | tangent + current (its estimator) | secant + midpoint (inrun) | "
+    "SGD proxy |\n|---|---|---|---|---|---|"
+)
+HEADLINES = (  # the rows of the README: of an experiment the first that has these words
+    ("fidelity", "100+ (gpt2-small)"),
+    ("learning-rates", "(gpt2-small)"),
+    ("learning-rates", "(gpt)"),
+    ("ghost", "float32"),
+    ("efficiency", "eager"),
+    ("efficiency", "compile"),
+    ("adds-up", "adamw, 3e-04"),
+    ("adds-up", "adamw, 1e-03"),
+    ("optimizer-dependence", "retrain, mlp"),
+    ("source-identification", "significant rewrite"),
+    ("pruning-sst2", "held-out"),
+    ("pruning-lm", "plain"),
+    ("mislabel", "10%"),
+)
+
+
 def table() -> str:
-    lines = [
-        "| claim | size | the paper | tangent + current (its estimator) | "
-        "secant + midpoint (inrun) | SGD proxy |",
-        "|---|---|---|---|---|---|",
+    """All rows of all experiments."""
+    return "\n".join([HEAD, *(line for name in ROWS for line in found(name))])
+
+
+def headlines() -> str:
+    """One or two rows of each."""
+    rows = (next((x for x in found(n) if words in x), None) for n, words in HEADLINES)
+    return "\n".join([HEAD, *(row for row in rows if row is not None)])
+
+
+def found(name: str) -> list[str]:
+    """The rows of an experiment at the largest size that is committed."""
+    committed = load(name).committed()
+    if name == "efficiency":
+        committed = with_costs(committed)
+    if not committed:
+        return []
+    size, summary = last(committed)
+    return [
+        f"| {what} | {size} | " + " | ".join(cells) + " |" for what, *cells in ROWS[name](summary)
     ]
-    for name, rows in ROWS.items():
-        committed = load(name).committed()
-        if name == "efficiency":
-            committed = with_costs(committed)
-        if not committed:
-            continue
-        size, summary = last(committed)
-        for what, *cells in rows(summary):
-            lines.append(f"| {what} | {size} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
 
 
 def dependence(summary: dict[str, Any]) -> list[Row]:
@@ -194,8 +221,8 @@ ROWS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
     "ghost": ghost,
     "efficiency": efficiency,
     "adds-up": adds_up,
-    "pruning-sst2": pruning,
     "source-identification": sources,
+    "pruning-sst2": pruning,
     "pruning-lm": pruning_lm,
     "mislabel": mislabel,
 }
