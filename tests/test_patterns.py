@@ -229,6 +229,19 @@ def test_calls_that_are_remembered_keep_nothing_alive(how):
     assert kept and all(r() is None for r in kept)
 
 
+def test_a_loss_that_is_kept_keeps_no_records():
+    model = nn.Linear(N, 2)
+    x = torch.randn(N, N)
+    run, optimizer = watched(model, square, x)
+    with run.batch(range(N)):
+        loss = square(model, x)
+        loss.backward()
+    ((_, micro),) = run._pending
+    assert micro.records
+    optimizer.step()
+    assert loss.grad_fn is not None and not micro.records
+
+
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_a_gradient_that_cancels_once_by_chance(name):
     """A head of zeros and a balanced batch: the head's bias gets no gradient in the first step."""

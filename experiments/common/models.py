@@ -65,7 +65,7 @@ class Transformer(nn.Module):
             x = block(x, hidden)
         x = self.norm(x)
         if self.head is None:
-            return x @ self.embed.weight.t()
+            return nn.functional.linear(x, self.embed.weight)
         words = (ids != PAD).unsqueeze(-1).to(x.dtype)
         return self.head((x * words).sum(1) / words.sum(1))
 

@@ -67,8 +67,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        rows = 4 * self.settings["rows"]  # without gradients there is room for more
-        pieces = zip(*(x.split(rows) for x in self.evaluation), strict=True)
+        pieces = zip(*(x.split(self.settings["rows"]) for x in self.evaluation), strict=True)
         with self.precision():
             found = [self.task.loss(self.task.model, piece) for piece in pieces]
         return round(float(torch.stack(found).double().mean()), 5)
@@ -84,6 +83,7 @@ def order(kept: np.ndarray, steps: int, batch: int, seed: int) -> tuple[Tensor, 
 
 def measure(settings: Settings, context: Context) -> dict[str, Any]:
     torch.set_float32_matmul_precision("high")
+    torch._dynamo.reset()  # parts of one process compile the same code for other models
     s, seed = settings, settings["seed"]
     held = {"validation": s["values"] + s["evaluation"]}
     done = iter(context.track(7 * s["steps"]))

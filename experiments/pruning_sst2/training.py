@@ -19,6 +19,8 @@ from experiments.common.parts import Context, Settings
 from experiments.common.stacked import Stack, outputs, stacked, train
 from experiments.pruning_sst2.task import TARGETS, Task, make, order
 
+DIVERGED = 1e6  # the loss of a training that did: JSON has no NaN
+
 
 def watch(settings: Settings, context: Context) -> dict[str, Any]:
     """The values of one part (an epoch, at paper size) of a run.
@@ -140,7 +142,7 @@ def measured(
     with precision(settings, context):
         logits = outputs(model, stack, batch[0]).float()
     right = (logits.argmax(-1) == batch[1]).double().mean(1)
-    loss = [float(F.cross_entropy(x, batch[1])) for x in logits]
+    loss = [float(F.cross_entropy(x, batch[1]).nan_to_num(DIVERGED)) for x in logits]
     return [round(float(a), 6) for a in right], [round(x, 5) for x in loss]
 
 

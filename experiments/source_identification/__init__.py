@@ -50,13 +50,15 @@ def parts(size: str) -> dict[str, Settings]:
         runs[name.lower().replace("/", "-")] = (common | TUNED | {"model": name}, 90, 3)
     for candidates, batch in ((10_000, 64), (1_000, 16)):
         sizes = {"candidates": candidates, "sources": 90}
-        found[f"bm25-{candidates}"] = common | sizes | {"task": "bm25"}
         for run, (settings, asked, shards) in runs.items():
             for i in range(shards):
                 step = 90 // asked * shards
                 found[f"{run}-{candidates}-{i + 1}of{shards}"] = (
                     settings | sizes | {"task": "values", "batch": batch, "shard": [i, step]}
                 )
+    for candidates in (10_000, 1_000):  # last: on a machine with a GPU bm25s may be missing
+        sizes = {"candidates": candidates, "sources": 90}
+        found[f"bm25-{candidates}"] = common | sizes | {"task": "bm25"}
     return found
 
 

@@ -305,6 +305,9 @@ class Run(Summary, Tables):
             self._forget()
 
     def _forget(self) -> None:
+        for _, micro in self._pending:
+            if micro is not None:
+                micro.records.clear()  # whoever keeps the loss keeps the graph, and that the micro
         self._pending, self._held = [], 0
         self._scorer.accumulated.forget()
 
