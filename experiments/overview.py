@@ -7,6 +7,7 @@ from typing import Any
 
 from experiments import load
 from experiments.common.figures import last
+from experiments.common.markdown import heading, row
 from experiments.efficiency import here, with_costs
 from experiments.pruning_lm.summary import signed
 from experiments.pruning_sst2.summary import NAMES
@@ -18,10 +19,10 @@ Row = tuple[str, str, str, str, str]  # what, the paper, tangent, secant, SGD
 NONE = "–"
 
 
-HEAD = (
-    "| claim | size | the paper | tangent + current (its estimator) | secant + midpoint (inrun) | "
-    "SGD proxy |\n|---|---|---|---|---|---|"
-)
+HEAD = heading(
+    "claim", "size", "the paper", "tangent + current (its estimator)", "secant + midpoint (inrun)",
+    "SGD proxy",
+)  # fmt: skip
 HEADLINES = (  # the rows of the README: of an experiment the first that has these words
     ("fidelity", "100+ (gpt2-small)"),
     ("learning-rates", "(gpt2-small)"),
@@ -41,13 +42,13 @@ HEADLINES = (  # the rows of the README: of an experiment the first that has the
 
 def table() -> str:
     """All rows of all experiments."""
-    return "\n".join([HEAD, *(line for name in ROWS for line in found(name))])
+    return "\n".join([*HEAD, *(line for name in ROWS for line in found(name))])
 
 
 def headlines() -> str:
     """One or two rows of each."""
     rows = (next((x for x in found(n) if words in x), None) for n, words in HEADLINES)
-    return "\n".join([HEAD, *(row for row in rows if row is not None)])
+    return "\n".join([*HEAD, *(x for x in rows if x is not None)])
 
 
 def found(name: str) -> list[str]:
@@ -58,9 +59,7 @@ def found(name: str) -> list[str]:
     if not committed:
         return []
     size, summary = last(committed)
-    return [
-        f"| {what} | {size} | " + " | ".join(cells) + " |" for what, *cells in ROWS[name](summary)
-    ]
+    return [row(what, size, *cells) for what, *cells in ROWS[name](summary)]
 
 
 def dependence(summary: dict[str, Any]) -> list[Row]:

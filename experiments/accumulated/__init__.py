@@ -12,6 +12,7 @@ import inrun
 from experiments.common import tasks
 from experiments.common.figures import drawn_by
 from experiments.common.game import ESTIMATORS, finite, numbers
+from experiments.common.markdown import heading, row
 from experiments.common.parts import Context, Experiment, Results, Settings
 from inrun.metrics import bottom_overlap, pearson, spearman
 
@@ -96,20 +97,20 @@ def headline(summary: dict[str, Any]) -> str:
 
 
 def table(committed: dict[str, Any]) -> str:
-    lines = [
-        "| size | run | examples, steps | pair | Pearson | Spearman | lowest tenth in common | "
-        f"Pearson, Spearman from step {EARLY} on |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    lines = heading(
+        "size", "run", "examples, steps", "pair", "Pearson", "Spearman", "lowest tenth in common",
+        f"Pearson, Spearman from step {EARLY} on",
+    )  # fmt: skip
     for size, data in committed.items():
         for name, s in data["summary"].items():
             for pair, c in s["pairs"].items():
                 late = s["late"][pair]
-                lines.append(
-                    f"| {size} | {name} | {s['examples']:,}, {s['steps']:,} | {pair} | "
-                    f"{c['pearson']:.3f} | {c['spearman']:.3f} | {c['bottom_tenth']:.0%} | "
-                    f"{late['pearson']:.3f}, {late['spearman']:.3f} |"
-                )
+                cells = (
+                    size, name, f"{s['examples']:,}, {s['steps']:,}", pair, f"{c['pearson']:.3f}",
+                    f"{c['spearman']:.3f}", f"{c['bottom_tenth']:.0%}",
+                    f"{late['pearson']:.3f}, {late['spearman']:.3f}",
+                )  # fmt: skip
+                lines.append(row(*cells))
     return "\n".join(lines)
 
 

@@ -17,6 +17,7 @@ import inrun
 from experiments.common import tasks
 from experiments.common.figures import drawn_by
 from experiments.common.game import ESTIMATORS, numbers
+from experiments.common.markdown import heading, row
 from experiments.common.parts import Context, Experiment, Results, Settings
 
 RUNS = {  # optimizer and learning rate
@@ -140,22 +141,19 @@ def headline(summary: dict[str, Any]) -> str:
 
 
 def table(committed: dict[str, Any]) -> str:
-    lines = [
-        "| size | optimizer, learning rate | loss | batch share | momentum share | "
-        + " | ".join(ESTIMATORS.values())
-        + " |",
-        "|---|---|---|---|---|" + "---|" * len(ESTIMATORS),
-    ]
+    about = ("size", "optimizer, learning rate", "loss", "batch share", "momentum share")
+    lines = heading(*about, *ESTIMATORS.values())
     for size, data in committed.items():
         for c in data["summary"].values():
-            row = " | ".join(
+            cells = (
+                size, f"{c['optimizer']}, {c['lr']:.0e}",
+                f"{c['loss'][0]:.2f} → {c['loss'][1]:.2f}", f"{c['batch_share']:.3f}",
+                f"{c['momentum_share']:.3f}",
+            )  # fmt: skip
+            explained = (
                 f"{c['explained'][e]:.1%}<br>±{c['residual'][e]['p95']:.1%}" for e in ESTIMATORS
             )
-            lines.append(
-                f"| {size} | {c['optimizer']}, {c['lr']:.0e} | {c['loss'][0]:.2f} → "
-                f"{c['loss'][1]:.2f} | {c['batch_share']:.3f} | {c['momentum_share']:.3f} | "
-                f"{row} |"
-            )
+            lines.append(row(*cells, *explained))
     return "\n".join(lines)
 
 
@@ -163,24 +161,20 @@ def steps(committed: dict[str, Any]) -> str:
     """Single steps from step 5 on: how many add up to within 1 %, and the worst; then what is
     explained of all steps but the worst few."""
     names = ("tangent", "secant", "secant+gauss2")
-    lines = [
-        "| size | optimizer, learning rate | "
-        + " | ".join(ESTIMATORS[e] for e in names)
-        + " | largest batch share: step, loss before it |",
-        "|---|---|" + "---|" * (len(names) + 1),
-    ]
+    lines = heading(
+        "size", "optimizer, learning rate", *(ESTIMATORS[e] for e in names),
+        "largest batch share: step, loss before it",
+    )  # fmt: skip
     for size, data in committed.items():
         for c in data["summary"].values():
-            row = " | ".join(
+            cells = (
                 f"{c['residual'][e]['within_1_percent']:.0%}, worst "
                 f"{c['residual'][e]['max']:.1%}; {c['without_worst'][e]:.1%}"
                 for e in names
             )
             top = c["largest"]
-            lines.append(
-                f"| {size} | {c['optimizer']}, {c['lr']:.0e} | {row} | "
-                f"{top['batch_share']:+.2f}: {top['step']}, {top['loss']:.2f} |"
-            )
+            most = f"{top['batch_share']:+.2f}: {top['step']}, {top['loss']:.2f}"
+            lines.append(row(size, f"{c['optimizer']}, {c['lr']:.0e}", *cells, most))
     return "\n".join(lines)
 
 

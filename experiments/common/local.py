@@ -9,6 +9,7 @@ import torch
 
 from experiments.common import tasks
 from experiments.common.game import ESTIMATORS, trajectory
+from experiments.common.markdown import heading, row
 from experiments.common.parts import Context, Results, Settings
 from experiments.common.statistics import interval
 
@@ -86,21 +87,15 @@ def goals_table(summary: dict[str, Any]) -> str:
     reached = found["probes"] - len(found["missed"])
     lines = [f"{reached} of {found['probes']} probes reach the goals."]
     if found["missed"]:
-        lines += [
-            "",
-            "| short of them | learning rate | step | secant + midpoint: R / error / sum |"
-            " secant + gauss2: R / error / sum |",
-            "|---|---|---|---|---|",
-        ]
-        lines += [
-            f"| {r['model']}, seed {r['seed']} | {r['lr']:.0e} | {r['step']} | "
-            + " | ".join(
-                f"{r[e]['R']:.4f} / {r[e]['error']:.1%} / {r[e]['sum_error']:.2%}"
-                for e in ("secant", "secant+gauss2")
+        shown = {"secant": "secant + midpoint", "secant+gauss2": "secant + gauss2"}
+        columns = (f"{name}: R / error / sum" for name in shown.values())
+        lines += ["", *heading("short of them", "learning rate", "step", *columns)]
+        for r in found["missed"]:
+            cells = (
+                f"{r[e]['R']:.4f} / {r[e]['error']:.1%} / {r[e]['sum_error']:.2%}" for e in shown
             )
-            + " |"
-            for r in found["missed"]
-        ]
+            who = f"{r['model']}, seed {r['seed']}"
+            lines.append(row(who, f"{r['lr']:.0e}", str(r["step"]), *cells))
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from experiments.common.markdown import heading, row
 from experiments.common.parts import ROOT, Context, Experiment, Results, Settings
 
 PAPER = {  # NVIDIA A100: samples per second, peak MB
@@ -86,11 +87,11 @@ def headline(summary: dict[str, Any]) -> str:
     lines = []
     for part in summary.values():
         lines.append(f"{described(part)}: of plain training (range over rounds) [the paper]")
-        for row in part["rows"]:
-            speed, memory = shares(VARIANTS[row["variant"]])
+        for r in part["rows"]:
+            speed, memory = shares(VARIANTS[r["variant"]])
             lines.append(
-                f"  {row['mode']:8} {row['variant']:12} throughput {here(row, 'ratio')} [{speed}], "
-                f"memory {here(row, 'memory_ratio')} [{memory}]"
+                f"  {r['mode']:8} {r['variant']:12} throughput {here(r, 'ratio')} [{speed}], "
+                f"memory {here(r, 'memory_ratio')} [{memory}]"
             )
     return "\n".join(lines)
 
@@ -100,28 +101,26 @@ def table(committed: dict[str, Any]) -> str:
 
     Without results, the paper's rows alone.
     """
-    lines = [
-        "| size | training | Table 1 | `inrun bench` | throughput: paper | here | "
-        "memory: paper | here |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    lines = heading(
+        "size", "training", "Table 1", "`inrun bench`", "throughput: paper", "here",
+        "memory: paper", "here",
+    )  # fmt: skip
     committed = with_costs(committed)
     if not committed:
         for variant, name in VARIANTS.items():
             speed, memory = shares(name)
-            lines.append(
-                f"| – | not yet measured | {name} | `{variant}` | {speed} | – | {memory} | – |"
-            )
+            cells = ("–", "not yet measured", name, f"`{variant}`", speed, "–", memory, "–")
+            lines.append(row(*cells))
     for size, data in committed.items():
         for part in data["summary"].values():
-            for row in part["rows"]:
-                name = VARIANTS[row["variant"]]
+            for r in part["rows"]:
+                name = VARIANTS[r["variant"]]
                 speed, memory = shares(name)
                 cells = (
-                    size, f"{described(part)}, {MODES[row['mode']]}", name, f"`{row['variant']}`",
-                    speed, here(row, "ratio"), memory, here(row, "memory_ratio"),
+                    size, f"{described(part)}, {MODES[r['mode']]}", name, f"`{r['variant']}`",
+                    speed, here(r, "ratio"), memory, here(r, "memory_ratio"),
                 )  # fmt: skip
-                lines.append("| " + " | ".join(cells) + " |")
+                lines.append(row(*cells))
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from experiments.common import local
 from experiments.common.figures import drawn_by
 from experiments.common.game import ESTIMATORS
+from experiments.common.markdown import heading, row
 from experiments.common.parts import Experiment, Results, Settings
 from experiments.common.statistics import shown
 
@@ -81,14 +82,11 @@ def headline(summary: dict[str, Any]) -> str:
 
 def table(committed: dict[str, Any]) -> str:
     """Every size, model and stage: R with its interval, relative error."""
-    lines = [
-        "| size | model | steps | " + " | ".join(ESTIMATORS.values()) + " |",
-        "|---|---|---|" + "---|" * len(ESTIMATORS),
-    ]
+    lines = heading("size", "model", "steps", *ESTIMATORS.values())
     for size, data in committed.items():
         for c in data["summary"]["cells"]:
-            row = (f"{shown(c[e]['R'])}<br>error {c[e]['error']['mean']:.1%}" for e in ESTIMATORS)
-            lines.append(f"| {size} | {c['model']} | {c['stage']} | " + " | ".join(row) + " |")
+            cells = (f"{shown(c[e]['R'])}<br>error {c[e]['error']['mean']:.1%}" for e in ESTIMATORS)
+            lines.append(row(size, c["model"], c["stage"], *cells))
     return "\n".join(lines)
 
 

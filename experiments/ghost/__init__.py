@@ -22,6 +22,7 @@ import inrun
 from experiments.common import tasks
 from experiments.common.figures import drawn_by
 from experiments.common.game import numbers
+from experiments.common.markdown import heading, row
 from experiments.common.parts import Context, Experiment, Results, Settings
 from experiments.common.tasks import Task
 from inrun.metrics import pearson
@@ -158,19 +159,18 @@ def headline(summary: dict[str, Any]) -> str:
 
 
 def table(committed: dict[str, Any]) -> str:
-    lines = [
-        "| size | model | precision | form | R against fully materialised, same precision | "
-        "R against float32 |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = heading(
+        "size", "model", "precision", "form", "R against fully materialised, same precision",
+        "R against float32",
+    )  # fmt: skip
     for size, data in committed.items():
         for s in data["summary"].values():
             for form in FORMS:
-                row = " | ".join(
+                cells = (
                     f"{c['R']:.8f} (error {c['error']:.1e})"
                     for c in (s["against"][f"{form}, {truth}"] for truth in ("same", "float32"))
                 )
-                lines.append(f"| {size} | {s['model']} | {s['precision']} | {form} | {row} |")
+                lines.append(row(size, s["model"], s["precision"], form, *cells))
     return "\n".join(lines)
 
 

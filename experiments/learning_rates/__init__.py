@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from experiments.common import local
 from experiments.common.figures import drawn_by
 from experiments.common.game import ESTIMATORS
+from experiments.common.markdown import heading, row
 from experiments.common.parts import Experiment, Results, Settings
 from experiments.fidelity import GPT2, LARGE, MODELS, SMALL
 
@@ -71,29 +73,25 @@ def headline(summary: dict[str, Any]) -> str:
 
 def table(committed: dict[str, Any]) -> str:
     """Lowest R and largest relative error of each estimator by model and learning rate."""
-    lines = [
-        "| size | model | learning rate | " + " | ".join(ESTIMATORS.values()) + " |",
-        "|---|---|---|" + "---|" * len(ESTIMATORS),
-    ]
+    lines = heading("size", "model", "learning rate", *ESTIMATORS.values())
     for size, data in committed.items():
         for c in data["summary"]["cells"]:
-            row = " | ".join(f"{c[e]['R']:.4f} / {c[e]['error']:.1%}" for e in ESTIMATORS)
-            lines.append(f"| {size} | {c['model']} | {c['lr']:.0e} | {row} |")
+            lines.append(row(size, c["model"], f"{c['lr']:.0e}", *pairs(c, ESTIMATORS)))
     return "\n".join(lines)
 
 
 def readme(committed: dict[str, Any]) -> str:
     """For the README: the byte-level GPT, three learning rates, every probed step."""
     names = {"secant": "inrun (secant)", "tangent": "the paper (tangent)", "sgd": "SGD proxy"}
-    lines = [
-        "| learning rate | step | " + " | ".join(names.values()) + " |",
-        "|---|---|" + "---|" * len(names),
-    ]
+    lines = heading("learning rate", "step", *names.values())
     for r in committed["smoke"]["summary"]["probes"]:
         if r["model"] == "gpt" and 1e-5 <= r["lr"] <= 1e-3:
-            row = " | ".join(f"{r[e]['R']:.4f} / {r[e]['error']:.1%}" for e in names)
-            lines.append(f"| {r['lr']:.0e} | {r['step']} | {row} |")
+            lines.append(row(f"{r['lr']:.0e}", str(r["step"]), *pairs(r, names)))
     return "\n".join(lines)
+
+
+def pairs(found: dict[str, Any], estimators: Iterable[str]) -> Iterator[str]:
+    return (f"{found[e]['R']:.4f} / {found[e]['error']:.1%}" for e in estimators)
 
 
 EXPERIMENT = Experiment(

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.common.markdown import heading, row
 from experiments.common.parts import Results
 from experiments.common.statistics import interval, shown
 from inrun.metrics import auroc, precision_at_k
@@ -104,8 +105,7 @@ def table(committed: dict[str, Any]) -> str:
                 f"**{task}, {recipe}** ({size}; {about['examples']:,} examples, {about['steps']} "
                 f"steps, {seeds} seed{'s' * (seeds > 1)}; AUROC with its interval / precision):",
                 "",
-                "| ranked by | " + " | ".join(f"{s['rate']:.0%} flipped" for s in found) + " |",
-                "|---|" + "---|" * len(found),
+                *heading("ranked by", *(f"{s['rate']:.0%} flipped" for s in found)),
             ]
             for name in ORDER:
                 best = [max(c["auroc"]["mean"] for c in s["detectors"].values()) for s in found]
@@ -114,15 +114,15 @@ def table(committed: dict[str, Any]) -> str:
                          c["auroc"]["mean"] == top)
                     for c, top in zip((s["detectors"][name] for s in found), best, strict=True)
                 ]  # fmt: skip
-                lines.append(f"| {WORDS.get(name, name)} | " + " | ".join(cells) + " |")
+                lines.append(row(WORDS.get(name, name), *cells))
             issues = [
                 f"{s['issues']['issues']['mean']:.0f}: {s['issues']['correct']['mean']:.0%} / "
                 f"{s['issues']['recall']['mean']:.0%}"
                 for s in found
             ]
-            lines.append("| *issues cleanlab names: right / of all* | " + " | ".join(issues) + " |")
+            lines.append(row("*issues cleanlab names: right / of all*", *issues))
             accuracy = [f"{s['accuracy']['mean']:.1%}" for s in found]
-            lines.append("| *accuracy of the training itself* | " + " | ".join(accuracy) + " |")
+            lines.append(row("*accuracy of the training itself*", *accuracy))
             blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
@@ -137,10 +137,7 @@ def cost_table(committed: dict[str, Any]) -> str:
     for size, data in committed.items():
         for s in data["summary"].values():
             columns.setdefault(f"{s['task']}, {s['recipe']} ({size})", []).append(s)
-    lines = [
-        "| on top of one training | " + " | ".join(columns) + " |",
-        "|---|" + "---|" * len(columns),
-    ]
+    lines = heading("on top of one training", *columns)
     for name in ORDER:
         cells = []
         for found in columns.values():
@@ -148,7 +145,7 @@ def cost_table(committed: dict[str, Any]) -> str:
             cells.append(
                 f"{np.mean([c['cost']['mean'] for c in own]):.2f} ({own[0]['counted']:.2f})"
             )
-        lines.append(f"| {WORDS.get(name, name)} | " + " | ".join(cells) + " |")
+        lines.append(row(WORDS.get(name, name), *cells))
     seconds = [f"{np.mean([s['training_seconds'] for s in f]):.1f} s" for f in columns.values()]
-    lines.append("| *one training* | " + " | ".join(seconds) + " |")
+    lines.append(row("*one training*", *seconds))
     return "\n".join(lines)

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.common.parts import Context, Experiment, Results, Settings
-from experiments.optimizer_dependence.summary import figure, headline, summarise, table
+from experiments.common.figures import drawn_by
+from experiments.common.parts import Context, Experiment, Settings
+from experiments.optimizer_dependence.summary import headline, summarise, table
 
 LR = {  # by model: each optimizer at a rate at which it learns
     "mlp": {"sgd": 0.5, "adamw": 5e-3},
@@ -81,6 +82,7 @@ EXPERIMENT = Experiment(
     summarise=summarise,
     headline=headline,
     tables={"reproduce-optimizer-dependence": table},
-    figures={"reproduce-optimizer-dependence.png": figure},
+    figures={
+        "reproduce-optimizer-dependence.png": drawn_by("experiments.optimizer_dependence.figure")
+    },
 )
-__all__ = ["EXPERIMENT", "Results"]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from experiments.common.game import finite, numbers
+from experiments.common.markdown import heading, row
 from experiments.common.parts import Results
 from inrun.metrics import pearson, spearman
 
@@ -82,30 +83,21 @@ def headline(summary: dict[str, Any]) -> str:
 
 
 def table(committed: dict[str, Any]) -> str:
-    lines = [
-        "| size | protocol, model | examples (group) | permutations | | SGD / AdamW | "
-        "ceiling SGD | ceiling AdamW | corrected | other seed SGD | other seed AdamW |",
-        "|" + "---|" * 11,
-    ]
+    lines = heading(
+        "size", "protocol, model", "examples (group)", "permutations", "", "SGD / AdamW",
+        "ceiling SGD", "ceiling AdamW", "corrected", "other seed SGD", "other seed AdamW",
+    )  # fmt: skip
     for size, data in committed.items():
         for key, c in data["summary"].items():
             for name in MEASURES:
                 r = c[name]
-                cells = (
+                found = (
                     r.get(k)
                     for k in ("across", "ceiling_sgd", "ceiling_adamw", "corrected",
                               "other_seed_sgd", "other_seed_adamw")
                 )  # fmt: skip
-                row = " | ".join("–" if x is None else f"{x:.3f}" for x in cells)
-                lines.append(
-                    f"| {size} | {key} | {c['examples']:,} ({c['group']}) | 2 × "
-                    f"{c['permutations'] // 2 if key.startswith('along') else c['permutations']} "
-                    f"| {name.capitalize()} | {row} |"
-                )
+                cells = ("–" if x is None else f"{x:.3f}" for x in found)
+                half = c["permutations"] // 2 if key.startswith("along") else c["permutations"]
+                about = f"{c['examples']:,} ({c['group']})", f"2 × {half}"
+                lines.append(row(size, key, *about, name.capitalize(), *cells))
     return "\n".join(lines)
-
-
-def figure(committed: dict[str, Any]) -> Any:
-    from experiments.optimizer_dependence.figure import draw
-
-    return draw(committed)

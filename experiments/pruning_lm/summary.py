@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.common.markdown import heading, row
 from experiments.common.parts import Results
 from experiments.common.statistics import interval, shown
 
@@ -88,12 +89,11 @@ def signed(cell: dict[str, Any], digits: int = 4) -> str:
 
 
 def table(committed: dict[str, Any]) -> str:
-    lines = [
-        "| size | corpus | trained on | loss, same steps | against random20, same steps | "
-        "against full, same steps | against full, same epochs | lower than full / random20 "
-        f"from {LATE:.0%} of the steps on | shuffled ones removed |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = heading(
+        "size", "corpus", "trained on", "loss, same steps", "against random20, same steps",
+        "against full, same steps", "against full, same epochs",
+        f"lower than full / random20 from {LATE:.0%} of the steps on", "shuffled ones removed",
+    )  # fmt: skip
     for size, data in committed.items():
         for kind, s in data["summary"].items():
             for name, c in s["settings"].items():
@@ -109,5 +109,5 @@ def table(committed: dict[str, Any]) -> str:
                     signed(full["steps"]) if full else "–",
                     signed(full["epochs"]) if full else "–", " / ".join(late), spoilt,
                 )  # fmt: skip
-                lines.append("| " + " | ".join(cells) + " |")
+                lines.append(row(*cells))
     return "\n".join(lines)

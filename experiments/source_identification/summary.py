@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.common.markdown import heading, row
 from experiments.common.parts import Results
 from experiments.common.statistics import interval
 from experiments.source_identification.texts import CATEGORIES
@@ -114,29 +115,24 @@ def headline(summary: dict[str, Any]) -> str:
     return "\n".join(lines) or "no run is finished"
 
 
-def named(name: str, size: str, run: dict[str, Any]) -> str:
-    return f"{size} | {name}, {run['candidates']:,}"
+def named(name: str, run: dict[str, Any]) -> str:
+    return f"{name}, {run['candidates']:,}"
 
 
 def table(committed: dict[str, Any]) -> str:
     """Average ranks, the paper's above ours."""
-    lines = [
-        "| size | run, candidates | scenario | queries | " + " | ".join(METHODS.values()) + " |",
-        "|---|---|---|---|" + "---|" * len(METHODS),
-    ]
+    lines = heading("size", "run, candidates", "scenario", "queries", *METHODS.values())
     for candidates, rows in PAPER.items():
         for category, numbers in rows.items():
-            cells = " | ".join(f"{x:.2f}" for x in numbers)
-            lines.append(
-                f"| the paper | DistilGPT-2, {candidates:,} | {CATEGORIES[category]} | – | {cells} "
-                "| – |"
-            )
+            theirs = (*(f"{x:.2f}" for x in numbers), "–")
+            who = f"DistilGPT-2, {candidates:,}"
+            lines.append(row("the paper", who, CATEGORIES[category], "–", *theirs))
     for size, data in committed.items():
         for name, run in data["summary"]["runs"].items():
             for category, c in run["categories"].items():
-                found = " | ".join(rank(c["methods"].get(m)) for m in METHODS)
-                what = f"{named(name, size, run)} | {CATEGORIES[category]}"
-                lines.append(f"| {what} | {c['n']} | {found} |")
+                ours = (rank(c["methods"].get(m)) for m in METHODS)
+                what = size, named(name, run), CATEGORIES[category], str(c["n"])
+                lines.append(row(*what, *ours))
     return "\n".join(lines)
 
 
@@ -150,29 +146,26 @@ def rank(cell: dict[str, Any] | None) -> str:
 
 def differences(committed: dict[str, Any]) -> str:
     """What the Adam-aware estimators win over the SGD proxy, query by query."""
-    lines = [
-        "| size | run, candidates | scenario | tangent above SGD by | secant above SGD by | "
-        "better / worse than SGD: tangent | secant | median: SGD, tangent, secant | "
-        "mean without the first step: the same | "
-        "recall at 10: BM25, IF, SGD, tangent, secant | MRR: the same |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = heading(
+        "size", "run, candidates", "scenario", "tangent above SGD by", "secant above SGD by",
+        "better / worse than SGD: tangent", "secant", "median: SGD, tangent, secant",
+        "mean without the first step: the same", "recall at 10: BM25, IF, SGD, tangent, secant",
+        "MRR: the same",
+    )  # fmt: skip
     for size, data in committed.items():
         for name, run in data["summary"]["runs"].items():
             for category, c in run["categories"].items():
                 m, pairs = c["methods"], [c["pairs"][f"{e} / sgd"] for e in ("tangent", "secant")]
-                by = " | ".join(gain(p) for p in pairs)
-                share = " | ".join(f"{p['better']:.0%} / {p['worse']:.0%}" for p in pairs)
+                by = (gain(p) for p in pairs)
+                share = (f"{p['better']:.0%} / {p['worse']:.0%}" for p in pairs)
                 median = ", ".join(f"{m[e]['median']:.1f}" for e in ("sgd", "tangent", "secant"))
                 later = ", ".join(f"{x['rank']['mean']:.1f}" for x in c["later"].values())
                 recall, mrr = (
                     ", ".join(f"{m[e][k]['mean']:.2f}" if e in m else "–" for e in METHODS)
                     for k in ("recall10", "mrr")
                 )
-                lines.append(
-                    f"| {named(name, size, run)} | {CATEGORIES[category]} | {by} | {share} | "
-                    f"{median} | {later} | {recall} | {mrr} |"
-                )
+                what = size, named(name, run), CATEGORIES[category]
+                lines.append(row(*what, *by, *share, median, later, recall, mrr))
     return "\n".join(lines)
 
 

@@ -219,9 +219,7 @@ class Capture(Provenance):
             with self._mode:
                 return body(*args, **kwargs)
         leaves, spec = flatten(args, kwargs)
-        infos = [self._find(x) if isinstance(x, Tensor) else None for x in leaves]
-        nodes = [x if type(x) is Node else None for x in infos]
-        layouts = [x if type(x) is Layout else None for x in infos]
+        nodes, layouts = self._operands(leaves)
         call = prepare(func, leaves, spec, nodes, layouts, self.live.B, self.form, self.fast)
         detached = summed = summed_leaves(rule, call) if self.fast else ()
         if self.probe:
@@ -232,10 +230,7 @@ class Capture(Provenance):
             return out
         if not isinstance(out, Tensor) or not has_pure_form(func):
             raise refusal(call, tensors_in(out), "it has no rule")
-        layout = self._follow(func, args, kwargs, out)
-        if layout is None:
-            raise refusal(call, [out], "the examples cannot be told apart in its output")
-        call = call.with_(layout=layout, shape=out.shape)
+        call = self._placed(call, func, args, kwargs, out)
         met = Met(call.with_(leaves=()), rule.records if rule else replay, detached, summed,
                   shapes_suffice(func))  # fmt: skip
         if key is not None and spec.nested is None and not in_place(func):
@@ -251,11 +246,21 @@ class Capture(Provenance):
             self._note_batched(func, args, kwargs, out)
             return out
         if out.shape != call.shape:
-            layout = self._follow(func, args, kwargs, out)
-            if layout is None:
-                raise refusal(call, [out], "the examples cannot be told apart in its output")
-            call = call.with_(layout=layout, shape=out.shape)
+            call = self._placed(call, func, args, kwargs, out)
         return self._tap(out, call, met, leaves)
+
+    def _operands(self, leaves: Sequence[Any]) -> tuple[list[Node | None], list[Layout | None]]:
+        """Which arguments are parametric, and where the examples are in the batched ones."""
+        infos = [self._find(x) if isinstance(x, Tensor) else None for x in leaves]
+        nodes = [x if type(x) is Node else None for x in infos]
+        return nodes, [x if type(x) is Layout else None for x in infos]
+
+    def _placed(self, call: Call, func: Any, args: Any, kwargs: Any, out: Tensor) -> Call:
+        """The call with its output's layout and shape."""
+        layout = self._follow(func, args, kwargs, out)
+        if layout is None:
+            raise refusal(call, [out], "the examples cannot be told apart in its output")
+        return call.with_(layout=layout, shape=out.shape)
 
     def _tap(self, out: Tensor, call: Call, met: Met, leaves: Sequence[Any]) -> Tensor:
         assert self.live is not None
@@ -278,10 +283,7 @@ class Capture(Provenance):
         if outs is None or tuple(t.shape for t in outs) != known.shapes:
             return False
         for t, info in zip(outs, known.infos, strict=True):
-            if type(info) is Layout:
-                self._remember(t, info)
-            else:
-                self._info[t] = info
+            self.note(t, info)
         return True
 
     def _write_parameter(self, func: Any, args: Any, batched: bool) -> None:
@@ -296,14 +298,12 @@ class Capture(Provenance):
             return
         layout = self._layout(before)
         leaves, spec = flatten(pure, {})
-        infos = [self._find(x) if isinstance(x, Tensor) else None for x in leaves]
-        nodes = tuple(x if type(x) is Node else None for x in infos)
-        layouts = tuple(x if type(x) is Layout else None for x in infos)
+        nodes, layouts = self._operands(leaves)
         saved = tuple(x.detach() if isinstance(x, Tensor) else x for x in leaves)
         assert self.live is not None
         call = Call(
-            put, spec, saved, nodes, layouts, layout or Layout(0), self.live.B, self.form,
-            target.shape,
+            put, spec, saved, tuple(nodes), tuple(layouts), layout or Layout(0), self.live.B,
+            self.form, target.shape,
         )  # fmt: skip
         if layout is None or target._is_view():
             raise refusal(call, [target], "the examples cannot be told apart in the target")

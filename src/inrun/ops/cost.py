@@ -43,9 +43,10 @@ class Rates:
 
 # Fitted by benchmarks/cost_model.py --fit to the time of a layer in both forms over many shapes
 # (T from 1 to 1024, widths from 128 to 3072, B from 4 to 64). cpu: float32, one thread of a Xeon,
-# benchmarks/results/cost_model-cpu.json. cuda: an H200, judged in cost_model-h200.json; False for
-# types of 4 bytes and more, True for 2. "bytes" is what such passes reach. Only ratios of these
-# numbers matter, so other devices of a kind use them too.
+# benchmarks/results/cost_model-cpu.json. cuda: an H200, fitted to the largest shapes of an earlier
+# run; cost_model-h200.json judges them over all shapes, where they do better than a fit to these.
+# False for types of 4 bytes and more, True for 2. "bytes" is what such passes reach. Only ratios of
+# these numbers matter, so other devices of a kind use them too.
 RATES = {
     ("cpu", False): Rates(6.6e10, 6.4e10, 1.6e10, 7.6e-5, 4.0e-5),
     ("cuda", False): Rates(2.7e13, 2.8e13, 3.8e12, 8.3e-5, 4.5e-5),
