@@ -51,7 +51,7 @@ def train(folder: Path, slow: bool, at_work) -> None:
         run.load_state_dict(state["run"])
         torch.set_rng_state(state["random"])
         start = run.step
-    at_work.send(True)
+    at_work.send(start)
     for step in range(start, STEPS):
         rows = torch.randperm(200)[:8]
         with run.batch(rows):
@@ -60,6 +60,7 @@ def train(folder: Path, slow: bool, at_work) -> None:
         optimizer.zero_grad()
         if slow:
             run._ledger.flush()  # be killed with more on disk than the checkpoint knows
+            at_work.send(step)
         if step % EVERY == EVERY - 1:
             draft = file.with_suffix(".new")
             state = {
@@ -75,14 +76,24 @@ def train(folder: Path, slow: bool, at_work) -> None:
 
 
 def start(folder: Path, slow: bool):
-    """A process that has begun to train."""
+    """A process that has begun to train, and the pipe by which it tells of its steps."""
     hear, say = SPAWN.Pipe(duplex=False)
     process = SPAWN.Process(target=train, args=(folder, slow, say))
     process.start()
     say.close()
-    assert hear.recv()
-    hear.close()
-    return process
+    hear.recv()
+    return process, hear
+
+
+def kill_at_work(folder: Path, steps: int, delay: float) -> None:
+    """Train until `steps` steps are done, some seconds more, and kill."""
+    process, hear = start(folder, slow=True)
+    for _ in range(steps):
+        hear.recv()  # EOFError where the training ended first: make it longer
+    process.join(delay)
+    assert process.exitcode is None, "the training ended before it could be killed: make it longer"
+    process.kill()
+    process.join()
 
 
 def test_training_killed_and_resumed_has_the_values_of_an_undisturbed_one(tmp_path):
@@ -90,20 +101,15 @@ def test_training_killed_and_resumed_has_the_values_of_an_undisturbed_one(tmp_pa
     calm, rough = tmp_path / "calm", tmp_path / "rough"
     for folder in (calm, rough):
         folder.mkdir()
-    undisturbed = start(calm, slow=False)
+    undisturbed, _ = start(calm, slow=False)
     kills, lost, reached = 0, 0, []
-    while kills < KILLS:
-        process = start(rough, slow=True)
-        process.join(float(rng.uniform(0.0, 0.35)))
-        if process.exitcode is not None:
-            pytest.fail("the training ended before it could be killed: make it longer")
-        process.kill()
-        process.join()
+    while kills < KILLS or not lost:  # no checkpoint knew of the lost records
+        kill_at_work(rough, int(rng.integers(8)), float(rng.uniform(0.0, 0.03)))
         kills += 1
         last = inrun.open(rough / "run").steps()["step"].max()  # readable after every kill
         reached.append(-1 if np.isnan(last) else int(last))
         lost += reached[-1] >= 0 and reached[-1] % EVERY != EVERY - 1
-    for process in (start(rough, slow=False), undisturbed):
+    for process in (start(rough, slow=False)[0], undisturbed):
         process.join(120)
         assert process.exitcode == 0
     a, b = inrun.open(calm / "run"), inrun.open(rough / "run")
@@ -117,8 +123,6 @@ def test_training_killed_and_resumed_has_the_values_of_an_undisturbed_one(tmp_pa
     models = [torch.load(f / "checkpoint.model", weights_only=True) for f in (calm, rough)]
     assert all(torch.equal(models[0][k], models[1][k]) for k in models[0])
     assert len(a.history()) == 8 * STEPS
-    if KILLS >= 5:
-        assert lost  # some kills came after records that no checkpoint knew
     if result := os.environ.get("INRUN_CRASH_RESULT"):
         write_result(Path(result), {
             "kills": kills, "steps": STEPS, "rows_per_estimator": len(a.history()),
