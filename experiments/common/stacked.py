@@ -7,8 +7,8 @@ copies, so C steps from the same state, or C trainings, are one call of ``optimi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -83,9 +83,11 @@ def backward(model: nn.Module, loss: Loss, stack: Stack, batches: Any) -> None:
 
 def train(
     model: nn.Module, loss: Loss, stack: Stack, optimizer: Optimizer, data: tuple[Tensor, ...],
-    order: Tensor, steps: Iterable[int], precision: Callable[[], AbstractContextManager[Any]],
+    order: Sequence[Tensor], steps: Iterable[int],
+    precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:  # fmt: skip
-    """Train each copy on its own rows of ``data``: ``order`` is [steps, C, B].
+    """Train each copy on its own rows of ``data``: ``order`` holds [C, B] for each step. Where B is
+    always the same, the gradients are recorded as a CUDA graph.
 
     ``precision`` makes the context of the forward pass, such as autocast. ``steps`` may change the
     learning rate between steps.
@@ -96,11 +98,13 @@ def train(
         with precision():
             backward(model, loss, stack, tuple(x[ids] for x in data))
 
-    again: Callable[[], None] | None = None
+    alike = all(rows.shape == ids.shape for rows in order)
+    again = replayed(work, ids.device) if alike else work
     for step in steps:
-        if again is None:
-            again = replayed(work, ids.device)
-        ids.copy_(order[step])
+        if alike:
+            ids.copy_(order[step])
+        else:
+            ids = order[step]
         again()
         optimizer.step()
 

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.func import functional_call, grad, jvp, vmap
 
 import inrun
 from experiments.common import tasks
 from experiments.common.parts import Context, Settings
-from experiments.common.stacked import Stack, backward, stacked
+from experiments.common.stacked import Stack, stacked, train
 from experiments.mislabel.problems import Problem
 
 Weights = dict[str, Tensor]
@@ -52,6 +53,12 @@ class Trainer:
         """The learning rate: a linear warm-up, then constant."""
         return self.settings["lr"] * min(1.0, (step + 1) / max(1, self.settings["warmup"]))
 
+    def warm(self, optimizer: Optimizer, step: int) -> int:
+        """The step, with its learning rate in the optimizer."""
+        for group in optimizer.param_groups:
+            group["lr"] = self.rate(step)
+        return step
+
     def rows(self, ids: Tensor) -> tuple[Tensor, ...]:
         return tuple(x[ids.to(self.context.device)] for x in self.problem.train)
 
@@ -68,8 +75,7 @@ class Trainer:
         order = self.order(np.arange(self.problem.examples), self.settings["seed"])[:steps]
         with watched or nullcontext() as run:
             for step, ids in enumerate(order):
-                for group in optimizer.param_groups:
-                    group["lr"] = self.rate(step)
+                self.warm(optimizer, step)
                 with run.batch(ids) if run else nullcontext():
                     tasks.classify(model, self.rows(ids)).backward()
                 optimizer.step()
@@ -84,12 +90,9 @@ class Trainer:
             for copy, seed in enumerate(seeds):
                 for k, w in self.problem.build(seed).named_parameters():
                     stack[k][copy] = w
-        for step in range(steps):
-            for group in twin.param_groups:
-                group["lr"] = self.rate(step)
-            batches = self.rows(torch.stack([order[step] for order in orders]))
-            backward(self.model, tasks.classify, stack, batches)
-            twin.step()
+        rows = [torch.stack(ids).to(self.context.device) for ids in zip(*orders, strict=True)]
+        warmed = (self.warm(twin, step) for step in range(steps))
+        train(self.model, tasks.classify, stack, twin, self.problem.train, rows, warmed)
         return stack
 
     # What is asked of weights

@@ -12,7 +12,7 @@ SGD_RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # the paper's first; chosen by held-
 PARTS = {"watch": training.watch, "full": training.full, "prune": training.prune}
 MOST: Settings = {  # the paper's, where it says
     "examples": 10_000, "evaluation": 872, "batch": 16, "epochs": 5,
-    "held_out": 872, "choice": 2000, "validation": 64, "length": 40, "longest": 56, "noise": 0.0,
+    "held_out": 872, "choice": 2000, "validation": 64, "length": 44, "longest": 56, "noise": 0.0,
     "pretrained": True, "hub": "sentence-transformers/all-MiniLM-L6-v2", "bfloat16": True,
 }  # fmt: skip
 OPTIMIZERS: dict[str, Settings] = {
@@ -32,23 +32,23 @@ def parts(size: str) -> dict[str, Settings]:
             "length": 10, "longest": 12, "epochs": 2, "validation": 16,
         }  # fmt: skip
         rates = {"adamw": (1e-2,), "sgd": (1e-2, 1e-1)}
-        return expanded(common, rates, seeds=[0, 1], ratios=[0.2], repeats=2, cuts=2)
+        return expanded(common, rates, seeds=[0, 1], ratios=[0.2], repeats=2)
     if size == "smoke":
         common = small | {
             "examples": 160, "evaluation": 128, "held_out": 64, "choice": 64, "length": 16,
             "longest": 16, "epochs": 2, "validation": 16, "estimators": ["secant", "tangent"],
         }  # fmt: skip
-        return expanded(common, {"adamw": (2e-4,)}, seeds=[0, 1], ratios=[0.2], repeats=2, cuts=1)
+        return expanded(common, {"adamw": (2e-4,)}, seeds=[0, 1], ratios=[0.2], repeats=2)
     rates = {name: o["rates"] for name, o in OPTIMIZERS.items()}
-    return expanded(MOST, rates, seeds=[0, 1, 2], ratios=[0.1, 0.2, 0.3], repeats=5, cuts=5)
+    return expanded(MOST, rates, seeds=[0, 1, 2], ratios=[0.1, 0.2, 0.3], repeats=5)
 
 
 def expanded(
     common: Settings, rates: dict[str, tuple[float, ...]], seeds: list[int], ratios: list[float],
-    repeats: int, cuts: int,
+    repeats: int,
 ) -> dict[str, Settings]:  # fmt: skip
-    """Full trainings (the grid of learning rates among them), watched runs in ``cuts`` pieces,
-    trainings on what is left."""
+    """Full trainings (the grid of learning rates among them), watched runs, trainings on what is
+    left."""
     found: dict[str, Settings] = {}
     for name, choices in rates.items():
         own = {k: v for k, v in OPTIMIZERS[name].items() if k != "rates"} | common
@@ -59,20 +59,19 @@ def expanded(
             "lr": choices[0] if len(choices) == 1 else None,
             "lr_from": list(names.values()),
         }
-        pieces = {s: [f"watch-{name}-seed{s}-{i}" for i in range(cuts)] for s in seeds}
-        for seed, pieces_of in pieces.items():
-            for i, part in enumerate(pieces_of):
-                found[part] = own | {"kind": "watch", "seed": seed, "part": [i, cuts]}
+        watched = {seed: f"watch-{name}-seed{seed}" for seed in seeds}
+        for seed, part in watched.items():
+            found[part] = own | {"kind": "watch", "seed": seed}
         for ratio in ratios:
             found[f"prune-{name}-{ratio * 100:.0f}"] = own | {
                 "kind": "prune", "seeds": seeds, "ratio": ratio, "repeats": repeats,
-                "values_from": {str(s): p for s, p in pieces.items()},
+                "values_from": {str(s): p for s, p in watched.items()},
             }  # fmt: skip
     return found
 
 
 def measure(settings: Settings, context: Context) -> dict[str, Any]:
-    kept = {k: settings[k] for k in ("kind", "optimizer", "seed", "part") if k in settings}
+    kept = {k: settings[k] for k in ("kind", "optimizer", "seed") if k in settings}
     return kept | PARTS[settings["kind"]](settings, context)
 
 

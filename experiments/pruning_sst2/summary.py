@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import combinations, pairwise
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -99,37 +99,29 @@ def paired(cells: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
 
 def agreement(watched: list[dict[str, Any]]) -> dict[str, Any]:
     """Do estimators, targets and seeds agree about the examples? Spearman's correlation and the
-    share of the lowest fifth in common; and whether the pieces belong to one run."""
-    runs: dict[str, dict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    share of the lowest fifth in common; and how many steps of these runs have no values."""
+    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for r in watched:
-        runs[r["optimizer"]][r["seed"]].append(r)
-    found: dict[str, Any] = {}
-    for optimizer, seeds in runs.items():
-        sums, drift = {}, 0.0
-        for seed, pieces in seeds.items():
-            pieces.sort(key=lambda r: r["part"][0])
-            if len(pieces) == pieces[0]["part"][1]:
-                sums[seed] = {
-                    by: np.sum([unpacked(p["values"][by]) for p in pieces], axis=0)
-                    for by in pieces[0]["values"]
-                }
-                gaps = [abs(b["loss"][0] - a["loss"][1]) for a, b in pairwise(pieces)]
-                drift = max([drift, *gaps])
-        if sums:
-            found[optimizer] = {"drift": rounded(drift), "pairs": pairs_of(sums)}
-    return found
+        runs[r["optimizer"]].append(r)
+    return {
+        optimizer: {
+            "void": sum(r["void"] for r in own),
+            "pairs": pairs_of([{k: unpacked(v) for k, v in r["values"].items()} for r in own]),
+        }
+        for optimizer, own in runs.items()
+    }
 
 
-def pairs_of(sums: dict[int, dict[str, np.ndarray]]) -> dict[str, Any]:
-    names = list(next(iter(sums.values())))
+def pairs_of(runs: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+    names = list(runs[0])
     pairs = {
-        f"{a} / {b}": [(v[a], v[b]) for v in sums.values()]
+        f"{a} / {b}": [(v[a], v[b]) for v in runs]
         for a, b in combinations(names, 2)
         if set(a.split(", ")) & set(b.split(", "))
     }
-    if len(sums) > 1:
+    if len(runs) > 1:
         for name in names:
-            each = [v[name] for v in sums.values()]
+            each = [v[name] for v in runs]
             pairs[f"{name}: two seeds"] = list(combinations(each, 2))
     return {
         name: {

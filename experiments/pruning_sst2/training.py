@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,47 +23,30 @@ DIVERGED = 1e6  # the loss of a training that did: JSON has no NaN
 
 
 def watch(settings: Settings, context: Context) -> dict[str, Any]:
-    """The values of one part (an epoch, at paper size) of a run.
-
-    What comes before is trained first, unwatched: watching leaves the training as it is, bit for
-    bit, so the parts belong to one run though each is a process of its own.
-    """
+    """The values of one run."""
     torch.set_float32_matmul_precision("high")
     task, lr = make(settings, context), rate(settings, context)
     torch.manual_seed(settings["seed"])
     model = task.model(settings["seed"]).train()
     optimizer = tasks.optimizer(settings["optimizer"], model, lr)
     rows = order(len(task.train[0]), settings, settings["seed"])
-    part, parts = settings["part"]
-    first, last = (len(rows) * i // parts for i in (part, part + 1))
-    seen, there = torch.zeros((), device=context.device), rows.to(context.device)
-
-    def forward(step: int) -> None:
-        ids = there[step]
-        loss = tasks.classify(model, (task.train[0][ids], task.train[1][ids]))
-        loss.backward()
-        seen.add_(loss.detach())
-
-    for step in warmed(optimizer, range(first), len(rows), lr, settings):
-        forward(step)
-        optimizer.step()
-        optimizer.zero_grad()
-    before = float(seen) / max(first, 1)
-    targets = {n: batches(task.validation[n], settings["validation"], first) for n in TARGETS}
+    there = rows.to(context.device)
+    targets = {n: batches(task.validation[n], settings["validation"]) for n in TARGETS}
     with inrun.watch(
         model, optimizer, targets=targets, loss=tasks.classify, estimator=settings["estimators"],
         audit_every=0, chunk=settings["validation"],  # a pass for each: recorded on a GPU
     ) as run:  # fmt: skip
-        for step in warmed(optimizer, context.track(last - first), len(rows), lr, settings, first):
+        for step in warmed(optimizer, context.track(len(rows)), len(rows), lr, settings):
             with run.batch(rows[step]):
-                forward(step)
+                tasks.classify(model, tuple(x[there[step]] for x in task.train)).backward()
             optimizer.step()
             optimizer.zero_grad()
         found = {e: run.values(e).set_index("id") for e in settings["estimators"]}
+        void = int(run.steps()["void"].notna().sum())
     everything = range(len(task.train[0]))
     return {
         "lr": lr,
-        "loss": [before, float(seen) / last],  # mean training loss up to the part, and with it
+        "void": void,
         "values": {
             f"{e}, {t}": packed(table[t].reindex(everything).fillna(0.0).to_numpy())
             for e, table in found.items()
@@ -90,8 +73,8 @@ def prune(settings: Settings, context: Context) -> dict[str, Any]:
             generator = torch.Generator().manual_seed(1000 * (seed + 1) + repeat)
             removed = torch.randperm(n, generator=generator)[:out]
             plan.append(({"seed": seed, "which": "random", "by": None}, removed))
-        for by, value in values(settings, context, seed).items():
-            ranked = torch.from_numpy(np.argsort(value, kind="stable").copy())
+        for by, value in context.result(settings["values_from"][str(seed)])["values"].items():
+            ranked = torch.from_numpy(np.argsort(unpacked(value), kind="stable"))
             plan.append(({"seed": seed, "which": "bottom", "by": by}, ranked[:out]))
             plan.append(({"seed": seed, "which": "top", "by": by}, ranked[n - out :]))
     seeds = [about["seed"] for about, _ in plan]
@@ -153,14 +136,14 @@ def precision(settings: Settings, context: Context) -> AbstractContextManager[An
 
 
 def warmed(
-    optimizer: Optimizer, steps: Any, total: int, lr: float, settings: Settings, first: int = 0
+    optimizer: Optimizer, steps: Iterable[int], total: int, lr: float, settings: Settings
 ) -> Iterator[int]:
-    """The steps, from ``first`` on, with the learning rate of each."""
+    """The steps, with the learning rate of each."""
     warm = settings["warm_up"] * total
     for step in steps:
         for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (first + step + 1) / warm) if warm else lr
-        yield first + step
+            group["lr"] = lr * min(1.0, (step + 1) / warm) if warm else lr
+        yield step
 
 
 def rate(settings: Settings, context: Context) -> float:
@@ -173,24 +156,17 @@ def rate(settings: Settings, context: Context) -> float:
     return float(best["lr"])
 
 
-def values(settings: Settings, context: Context, seed: int) -> dict[str, np.ndarray]:
-    """Over the whole run: the sum of its parts."""
-    parts = [context.result(name)["values"] for name in settings["values_from"][str(seed)]]
-    return {by: sum(unpacked(p[by]) for p in parts) for by in parts[0]}  # type: ignore[misc]
-
-
 def keep(n: int, removed: Tensor) -> Tensor:
     left = torch.ones(n, dtype=torch.bool)
     left[removed] = False
     return left.nonzero()[:, 0]
 
 
-def batches(data: Batch, rows: int, first: int) -> list[Batch]:
-    """In a random order, what is left over dropped; cycled to begin where step ``first`` is."""
+def batches(data: Batch, rows: int) -> list[Batch]:
+    """In a random order, what is left over dropped."""
     shuffled = torch.randperm(len(data[1]), generator=torch.Generator().manual_seed(2))
     whole = shuffled[: len(shuffled) // rows * rows].to(data[1].device)
-    found = [(data[0][i], data[1][i]) for i in whole.split(rows)]
-    return found[first % len(found) :] + found[: first % len(found)]
+    return [(data[0][i], data[1][i]) for i in whole.split(rows)]
 
 
 def packed(values: np.ndarray) -> str:
