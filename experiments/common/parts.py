@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +90,11 @@ def reproduce(
     device: str | None = None,
     show: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Do the parts that are missing in ``out`` and return the summary, also written there."""
+    """Do the parts that are missing in ``out`` and return the summary, also written there.
+
+    Where only some parts are asked for, a summary that cannot be made here (of what is not
+    installed) is no failure.
+    """
     parts = select(experiment, size, only)
     if data is not None and not data.is_dir():
         raise ValueError(f"--data {data} is not a folder")
@@ -111,7 +116,13 @@ def reproduce(
                 }  # fmt: skip
                 write(out / "parts" / f"{name}.json", record)
             finish()
-    return summarise(experiment, size, out, show)
+    try:
+        return summarise(experiment, size, out, show)
+    except (ImportError, ValueError) as error:
+        if not only:
+            raise
+        show(f"the parts are saved in {out}, but there is no summary: {error}")
+        return {}
 
 
 def summarise(
@@ -182,6 +193,15 @@ def write(path: Path, data: Any) -> None:
     new = path.with_suffix(f".{os.getpid()}.tmp")
     new.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", "utf-8")
     new.replace(path)
+
+
+def packed(values: np.ndarray) -> str:
+    """Ten thousand numbers in a line of a JSON file."""
+    return " ".join(f"{v:.4g}" for v in values.ravel())
+
+
+def unpacked(text: str) -> np.ndarray:
+    return np.array(text.split(), np.float64)
 
 
 def environment(device: torch.device, data: Path | None) -> dict[str, Any]:

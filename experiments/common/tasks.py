@@ -24,8 +24,8 @@ from experiments.common.parts import Context
 
 Batch = tuple[Tensor, ...]
 BYTES = 128
-GPT2_VOCABULARY = 50_257
-GPT2 = {"gpt2-small": (768, 12, 12), "distilgpt2": (768, 6, 12)}  # width, layers, heads
+# vocabulary (50,257; up to a multiple of 64, as fast products want it), width, layers, heads
+GPT2 = {"gpt2-small": (50_257, 768, 12, 12), "distilgpt2": (50_304, 768, 6, 12)}
 
 
 @dataclass
@@ -66,14 +66,13 @@ def make(settings: dict[str, Any], context: Context, dtype: torch.dtype) -> Task
     loss = next_token
     if kind == "gpt" or kind in GPT2:
         data: Batch = (tokens(s["length"], context.data, kind in GPT2, s["examples"]),)
-        vocabulary = GPT2_VOCABULARY if kind in GPT2 else BYTES
-        shape = GPT2.get(kind, (s["width"], s["layers"], s["heads"]))
-        build = lambda: Transformer(vocabulary, *shape, s["length"])  # noqa: E731
+        shape = GPT2.get(kind, (BYTES, s["width"], s["layers"], s["heads"]))
+        build = lambda: Transformer(*shape, s["length"])  # noqa: E731
     elif kind == "encoder":
         loss, data = classify, passages(s["length"], context.data)
         classes = int(data[1].max()) + 1
-        shape = (s["width"], s["layers"], s["heads"])
-        build = lambda: Transformer(BYTES, *shape, s["length"], classes)  # noqa: E731
+        shape = (BYTES, s["width"], s["layers"], s["heads"])
+        build = lambda: Transformer(*shape, s["length"], classes)  # noqa: E731
     elif kind in ("convnet", "mlp"):
         loss, data = classify, digits(dtype)
         build = convnet if kind == "convnet" else mlp

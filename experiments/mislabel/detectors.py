@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.common.parts import Context, Settings
+from experiments.common.parts import Context, Settings, packed
 from experiments.mislabel import problems
 from experiments.mislabel.training import Trainer, copy_of, taken
 from inrun.metrics import auroc, precision_at_k
@@ -26,14 +26,13 @@ def measure(settings: Settings, context: Context) -> dict[str, Any]:
     problem = problems.make(settings, context)
     trainer = Trainer(problem, settings, context)
     scores, seconds, cost = {}, {}, {}
+    found: dict[str, Any] = {}
     stages = [inrun_values, along_the_run, early, out_of_fold]
-    probabilities: Any = None
     for i in context.track(len(stages)):
-        found = stages[i](trainer)
-        scores |= found["scores"]
-        seconds |= found.get("seconds", {})
-        cost |= found.get("cost", {})
-        probabilities = found.get("probabilities", probabilities)
+        found |= stages[i](trainer)
+        scores |= found.pop("scores")
+        seconds |= found.pop("seconds", {})
+        cost |= found.pop("cost", {})
     training = seconds.pop("training")
     cost |= {name: t / training for name, t in seconds.items()}
     k = int(problem.flipped.sum())
@@ -54,7 +53,7 @@ def measure(settings: Settings, context: Context) -> dict[str, Any]:
         "counted": {name: round(x, 4) for name, x in counted(trainer).items()},
         "labels": "".join(map(str, problem.train[1].tolist())),
         "flipped": np.flatnonzero(problem.flipped).tolist(),
-        "probabilities": np.asarray(probabilities).round(4).tolist(),
+        "probabilities": packed(found["probabilities"]), "void": found["void"],
     }  # fmt: skip
 
 
@@ -66,7 +65,8 @@ def inrun_values(trainer: Trainer) -> dict[str, Any]:
     assert run is not None
     scores = {e: -run.values(e)["value"].to_numpy() for e in ESTIMATORS}
     scores |= {f"harm, {e}": run.harm(e)["harm"].to_numpy() for e in ESTIMATORS}
-    return {"scores": scores, "cost": watching(trainer)}
+    void = int(run.steps()["void"].notna().sum())
+    return {"scores": scores, "cost": watching(trainer), "void": void}
 
 
 def watching(trainer: Trainer) -> dict[str, float]:
@@ -137,6 +137,7 @@ def early(trainer: Trainer) -> dict[str, Any]:
     """EL2N and GraNd (Paul et al. 2021) early in training, means over seeds."""
     s, problem = trainer.settings, trainer.problem
     seeds = [s["seed"] + 100 + i for i in range(s["early_seeds"])]
+    trainer.load(seeds)
     start = trainer.clock()
     everything = np.arange(problem.examples)
     stack = trainer.side_by_side(
@@ -163,9 +164,10 @@ def out_of_fold(trainer: Trainer) -> dict[str, Any]:
     folds = [np.sort(f) for f in np.array_split(shuffled, s["folds"])]
     if len({len(f) for f in folds}) > 1:
         raise ValueError(f"{problem.examples} examples do not split into {s['folds']} equal folds")
-    start = trainer.clock()
     others = [np.setdiff1d(shuffled, f) for f in folds]
     seeds = [s["seed"] + 200 + i for i in range(len(folds))]
+    trainer.load(seeds)
+    start = trainer.clock()
     orders = [trainer.order(ids, seed) for ids, seed in zip(others, seeds, strict=True)]
     stack = trainer.side_by_side(seeds, orders, len(orders[0]))
     found = np.zeros((problem.examples, problem.classes))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from experiments.common.markdown import heading, row
-from experiments.common.parts import Results
+from experiments.common.parts import Results, unpacked
 from experiments.common.statistics import interval, shown
 from inrun.metrics import auroc, precision_at_k
 
@@ -44,6 +44,7 @@ def one(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         **{k: first[k] for k in ("task", "recipe", "rate", "examples", "flips", "steps")},
         "seeds": [r["seed"] for r in runs],
+        "void": sum(r["void"] for r in runs),
         "accuracy": interval([r["accuracy"] for r in runs]),
         "training_seconds": float(np.mean([r["training_seconds"] for r in runs])),
         "issues": {
@@ -60,14 +61,14 @@ def confident(r: dict[str, Any]) -> dict[str, float]:
         from cleanlab.rank import get_label_quality_scores
     except ImportError:
         raise ValueError(
-            "confident learning needs cleanlab: pip install 'inrun[experiments]'. The parts are "
-            "saved; run the same command again where it is installed for the summary"
+            "confident learning needs cleanlab: pip install 'inrun[experiments]', or run the same "
+            "command again, with the same output folder, where it is installed"
         ) from None
     labels = np.array([int(c) for c in r["labels"]])
     flipped = np.zeros(len(labels), bool)
     flipped[r["flipped"]] = True
-    p = np.asarray(r["probabilities"], np.float64).clip(1e-6)  # rounded: 0 is not meant
-    p /= p.sum(1, keepdims=True)
+    p = unpacked(r["probabilities"]).reshape(len(labels), -1).clip(1e-6)
+    p /= p.sum(1, keepdims=True)  # they are rounded
     doubt = 1 - get_label_quality_scores(labels, p, method="self_confidence")
     issues = find_label_issues(labels, p, n_jobs=1)
     return {

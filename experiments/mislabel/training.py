@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.func import functional_call, grad, jvp, vmap
+from torch.optim import Optimizer
 
 import inrun
 from experiments.common import tasks
@@ -82,6 +82,11 @@ class Trainer:
                 optimizer.zero_grad()
                 yield step + 1, model, run
 
+    def load(self, seeds: Sequence[int]) -> None:
+        """Read first weights before a clock runs."""
+        for seed in seeds:
+            self.problem.build(seed)
+
     def side_by_side(self, seeds: list[int], orders: list[list[Tensor]], steps: int) -> Stack:
         """Trainings of their own seeds and batches, all at once."""
         optimizer = tasks.optimizer("adamw", self.model, self.settings["lr"])
@@ -144,8 +149,9 @@ class Trainer:
         found = []
         for x, y in zip(*(t.split(chunk) for t in self.problem.train), strict=True):
             rows = vmap(grad(loss), (None, 0, 0))(weights, x, y)
-            found.append(sum(g.flatten(1).square().sum(1) for g in rows.values()))
-        return torch.cat(found).sqrt()
+            lengths = [torch.linalg.vector_norm(g.flatten(1), dim=1) for g in rows.values()]
+            found.append(torch.stack(lengths).norm(dim=0))
+        return torch.cat(found)
 
 
 def copy_of(stack: Stack, copy: int) -> Weights:

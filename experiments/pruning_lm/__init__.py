@@ -20,7 +20,7 @@ def parts(size: str) -> dict[str, Settings]:
     gpt: Settings = {
         "model": "gpt", "length": 32, "width": 48, "layers": 2, "heads": 2, "examples": 640,
         "values": 64, "evaluation": 256, "rows": 64, "batch": 16, "lr": 1e-3, "warmup": 20,
-        "steps": 200, "every": 20, "cut": 0.2, "data_seed": 0, "compile": False, "bf16": False,
+        "steps": 200, "every": 20, "cut": 0.2, "data_seed": 0, "bf16": False,
     }  # fmt: skip
     seeds: tuple[int, ...] = (0, 1, 2)
     if size == "tiny":
@@ -30,7 +30,7 @@ def parts(size: str) -> dict[str, Settings]:
     if size == "paper":
         gpt |= {
             "model": "distilgpt2", "length": 256, "examples": 4000, "values": 128, "rows": 16,
-            "lr": 5e-4, "warmup": 75, "steps": 750, "every": 50, "compile": True, "bf16": True,
+            "lr": 5e-4, "warmup": 75, "steps": 750, "every": 50, "bf16": True,
         }  # fmt: skip
     return {
         f"{kind}-seed{seed}": gpt | {"kind": kind, "noise": noise, "seed": seed}

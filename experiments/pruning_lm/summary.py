@@ -57,7 +57,8 @@ def one(runs: list[dict[str, Any]]) -> dict[str, Any]:
             "spoilt": float(np.mean([r["spoilt"][name] for r in runs])),
         }
     return about | {
-        "seeds": [r["seed"] for r in runs], "at": first["at"], "epochs_at": int(at[column]),
+        "seeds": [r["seed"] for r in runs], "void": sum(r["void"] for r in runs),
+        "at": first["at"], "epochs_at": int(at[column]),
         "spoilt": first["spoilt"]["all"], "settings": settings,
         "overlap": {k: float(np.mean([r["overlap"][k] for r in runs])) for k in first["overlap"]},
     }  # fmt: skip

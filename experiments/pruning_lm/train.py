@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import inrun
 from experiments.common import tasks
 from experiments.common.parts import Context, Settings
-from experiments.common.stacked import WithLoss
 from experiments.common.tasks import Batch, Task
 from inrun.metrics import bottom_overlap
 
@@ -22,16 +21,13 @@ PRELIMINARY = 1000  # added to the seed: the watched run has other weights and a
 
 
 class Trainer:
-    """Trains one model again and again from given weights; compiled once."""
+    """Trains one model again and again from given weights."""
 
     def __init__(self, task: Task, settings: Settings, evaluation: Batch, tick: Callable[[], None]):
         self.task, self.settings, self.evaluation, self.tick = task, settings, evaluation, tick
         self.device = task.train[0].device
         self.first = {k: w.clone() for k, w in task.model.state_dict().items()}
-        forward: nn.Module = WithLoss(task.model, task.loss)
-        self.forward: Callable[[Batch], Tensor] = (
-            torch.compile(forward) if settings["compile"] else forward
-        )
+        self.void = 0  # steps of the watched run without values
 
     def precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings["bf16"])
@@ -44,8 +40,7 @@ class Trainer:
         optimizer = tasks.optimizer("adamw", model, s["lr"])
         watched = validation is not None and inrun.watch(
             model, optimizer, validation=validation, loss=self.task.loss,
-            estimator=list(ESTIMATORS), training="fast" if s["compile"] else "bitwise",
-            audit_every=0,
+            estimator=list(ESTIMATORS), audit_every=0,
         )  # fmt: skip
         curve = []
         with watched or nullcontext() as run:
@@ -56,12 +51,13 @@ class Trainer:
                     group["lr"] = s["lr"] * min(1.0, (step + 1) / s["warmup"])
                 with run.batch(ids) if run else nullcontext():
                     with self.precision():
-                        loss = self.forward(self.task.batch(ids.to(self.device)))
+                        loss = self.task.loss(model, self.task.batch(ids.to(self.device)))
                     loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 self.tick()
             if run:
+                self.void = int(run.steps()["void"].notna().sum())
                 return {e: run.values(e).set_index("id")["value"] for e in ESTIMATORS}
         return [*curve, self.evaluate()]
 
@@ -83,7 +79,6 @@ def order(kept: np.ndarray, steps: int, batch: int, seed: int) -> tuple[Tensor, 
 
 def measure(settings: Settings, context: Context) -> dict[str, Any]:
     torch.set_float32_matmul_precision("high")
-    torch._dynamo.reset()  # parts of one process compile the same code for other models
     s, seed = settings, settings["seed"]
     held = {"validation": s["values"] + s["evaluation"]}
     done = iter(context.track(7 * s["steps"]))
@@ -117,7 +112,8 @@ def measure(settings: Settings, context: Context) -> dict[str, Any]:
     return {
         "kind": s["kind"], "seed": seed, "model": s["model"], "examples": task.examples,
         "removed": n, "steps": s["steps"], "batch": s["batch"], "length": s["length"],
-        "cut": s["cut"], "at": [*range(0, s["steps"], s["every"]), s["steps"]], "curves": curves,
+        "void": trainer.void, "cut": s["cut"], "curves": curves,
+        "at": [*range(0, s["steps"], s["every"]), s["steps"]],
         "spoilt": {k: int(np.isin(r, spoilt).sum()) for k, r in removed.items()} | {
             "all": len(spoilt)
         },

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from experiments.common.game import ESTIMATORS, finite
-from experiments.common.parts import Results
+from experiments.common.parts import Results, unpacked
 from experiments.common.statistics import interval, shown, students
-from experiments.pruning_sst2.training import unpacked
 from inrun.metrics import bottom_overlap, spearman
 
 PAPER = {  # accuracy of bottom, random, top

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 import inrun
 from experiments.common import tasks
 from experiments.common.encoder import Batch
-from experiments.common.parts import Context, Settings
+from experiments.common.parts import Context, Settings, packed, unpacked
 from experiments.common.stacked import Stack, outputs, stacked, train
 from experiments.pruning_sst2.task import TARGETS, Task, make, order
 
@@ -105,7 +105,7 @@ def fit(
     ).to(context.device)
     torch.manual_seed(settings.get("dropout_seed", 0))
     train(
-        model, tasks.classify, stack, optimizer, task.train, rows,
+        model, tasks.classify, stack, optimizer, task.train, rows.unbind(),
         warmed(optimizer, context.track(len(rows)), len(rows), lr, settings),
         lambda: precision(settings, context),
     )  # fmt: skip
@@ -167,12 +167,3 @@ def batches(data: Batch, rows: int) -> list[Batch]:
     shuffled = torch.randperm(len(data[1]), generator=torch.Generator().manual_seed(2))
     whole = shuffled[: len(shuffled) // rows * rows].to(data[1].device)
     return [(data[0][i], data[1][i]) for i in whole.split(rows)]
-
-
-def packed(values: np.ndarray) -> str:
-    """Ten thousand numbers in a line of a JSON file."""
-    return " ".join(f"{v:.4g}" for v in values)
-
-
-def unpacked(text: str) -> np.ndarray:
-    return np.array(text.split(), np.float64)

@@ -23,11 +23,10 @@ from torch import Tensor, nn
 
 from experiments.common import pretrained
 from experiments.common.parts import Context, Settings
-from experiments.common.tasks import running_text
+from experiments.common.tasks import GPT2, running_text
 from experiments.source_identification.texts import Problem
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
-PADDED_VOCABULARY = 50_304  # GPT-2's 50,257 up to a multiple of 64, as fast products want it
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,8 @@ def make(settings: Settings, problem: Problem, context: Context) -> LanguageMode
         encode, size = words([*problem.candidates, *(q.text for q in problem.queries)])
         shape = settings["layers"], settings["width"], settings["heads"], 128
     else:
-        encode, size, shape = gpt2_tokens(context.data), PADDED_VOCABULARY, (6, 768, 12, 1024)
+        size, width, layers, heads = GPT2[name]
+        encode, shape = gpt2_tokens(context.data), (layers, width, heads, 1024)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings["seed"])
         model = gpt2(size, *shape).to(context.device)

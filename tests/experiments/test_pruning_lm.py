@@ -1,7 +1,5 @@
 """A language model trained again without part of its corpus."""
 
-import functools
-
 import numpy as np
 import pytest
 import torch
@@ -11,20 +9,11 @@ from experiments.common import tasks
 from experiments.common.parts import Context
 from experiments.pruning_lm import parts
 from experiments.pruning_lm.summary import summarise
-from experiments.pruning_lm.train import ESTIMATORS, Trainer, measure, order, spoil
+from experiments.pruning_lm.train import ESTIMATORS, measure, order, spoil
 
 CPU = Context(torch.device("cpu"))
 TINY = parts("tiny")["noisy-seed0"]
 HELD = {"validation": TINY["values"] + TINY["evaluation"]}
-
-
-def trainer(**changed):
-    task = tasks.make(TINY | HELD, CPU, torch.float64)
-    cut = TINY["values"]
-    held = tuple(x[cut:] for x in task.validation)
-    return Trainer(task, TINY | changed, held, lambda: None), [
-        tuple(x[:cut] for x in task.validation)
-    ]
 
 
 def test_pruning_by_value(tmp_path):
@@ -32,6 +21,7 @@ def test_pruning_by_value(tmp_path):
     assert set(summary) == {"plain", "noisy"}
     assert summary["plain"]["spoilt"] == 0 and summary["noisy"]["spoilt"] == 16
     for s in summary.values():
+        assert s["void"] == 0
         found = s["settings"]
         assert {f"values20, {e}" for e in ESTIMATORS} < set(found)
         assert all(len(c["mean"]) == len(s["at"]) for c in found.values())
@@ -60,26 +50,12 @@ def test_shuffled_sequences_keep_their_tokens_and_do_not_depend_on_the_seed():
     assert torch.equal(before.sort(1).values, task.train[0].sort(1).values)
 
 
-def test_compiled_training_has_the_same_values(monkeypatch):
-    compiler = functools.partial(torch.compile, backend="aot_eager")
-    monkeypatch.setattr(torch, "compile", compiler)
-    few = {"steps": 10, "every": 5}
-    found = []
-    for compiled in (False, True):
-        mine, validation = trainer(compile=compiled, **few)
-        found.append(mine.train(np.arange(80), 0, validation))
-    for e in ESTIMATORS:
-        np.testing.assert_allclose(found[0][e], found[1][e], rtol=1e-6, atol=1e-12)
-    curves = [trainer(compile=c, **few)[0].train(np.arange(80), 0) for c in (False, True)]
-    assert curves[0] == curves[1] and len(curves[0]) == 3
-
-
 def test_matched_epochs_end_earlier_for_what_was_pruned():
     curves = {"full": [3.0, 2.0, 1.0], "random20": [3.0, 1.5, 0.9], "values20, secant": [3, 1.4, 1]}
     result = {
         "kind": "plain", "seed": 0, "model": "gpt", "examples": 10, "removed": 5, "steps": 10,
         "batch": 1, "length": 1, "at": [0, 5, 10], "curves": curves, "overlap": {},
-        "spoilt": dict.fromkeys((*curves, "all"), 0),
+        "spoilt": dict.fromkeys((*curves, "all"), 0), "void": 0,
     }  # fmt: skip
     found = summarise({"a": result})["plain"]
     assert found["epochs_at"] == 5
