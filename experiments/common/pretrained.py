@@ -62,8 +62,9 @@ def without_dropout(model: torch.nn.Module) -> None:
             module.p = 0.0
 
 
-def save(name: str, folder: Path, data: Path | None = None) -> None:
-    """As safetensors in bfloat16, for machines that cannot read gguf."""
+def save(name: str, folder: Path, data: Path | None = None, shard: str = "5GB") -> None:
+    """As safetensors in bfloat16, for machines that cannot read gguf; in files of at most
+    ``shard``, but that one tensor is always in one file."""
     from transformers import AutoModelForCausalLM
 
     model, tokenizer = causal(name, data)
@@ -72,9 +73,9 @@ def save(name: str, folder: Path, data: Path | None = None) -> None:
         del config.quantization_config
     plain = AutoModelForCausalLM.from_config(config)
     plain.load_state_dict(model.state_dict())
-    plain.to(torch.bfloat16).save_pretrained(folder)
+    plain.to(torch.bfloat16).save_pretrained(folder, max_shard_size=shard)
     tokenizer.save_pretrained(folder)
 
 
-if __name__ == "__main__":  # python -m experiments.common.pretrained NAME FOLDER
-    save(sys.argv[1], Path(sys.argv[2]))
+if __name__ == "__main__":  # python -m experiments.common.pretrained NAME FOLDER [45MB]
+    save(sys.argv[1], Path(sys.argv[2]), None, *sys.argv[3:])

@@ -22,24 +22,27 @@ OTHER = "INRUN_LANGUAGE_MODEL"  # further models: names on the hub, or folders o
 
 def parts(size: str) -> dict[str, Settings]:
     common: Settings = {"seed": 0, "length": 64, "warmup": 10}
+    found: dict[str, Settings]
     if size != "paper":
         small = common | SCRATCH | {"model": "gpt", "batch": 16, "lr": 1e-3}
         if size == "tiny":
             small |= {"candidates": 60, "sources": 4, "layers": 1, "width": 16, "heads": 2}
         else:
             small |= {"candidates": 300, "sources": 20, "layers": 4, "width": 64, "heads": 4}
-        learnt = {"characters": 20_000, "length": 32, "batch": 16, "epochs": 1, "lr": 1e-3,
-                  "warmup": 5}  # fmt: skip
-        start = small | {"pretrain": learnt}
-        extra = {"gpt-pretrained": start | {"task": "values"}} if size == "tiny" else {}
-        return {
+        found = {
             "bm25": common | {k: small[k] for k in ("candidates", "sources")} | {"task": "bm25"},
             "gpt": small | {"task": "values"},
-            **extra,
         }
+        if size == "tiny":
+            learnt = {"characters": 20_000, "length": 32, "batch": 16, "epochs": 1, "lr": 1e-3,
+                      "warmup": 5}  # fmt: skip
+            found["pretrain-gpt"] = small | {"pretrain": learnt, "task": "pretrain"}
+            found["gpt-pretrained"] = small | {"pretrain": learnt, "task": "values"}
+        return found
     distil = common | {"model": "distilgpt2"}
     english = distil | TUNED | {"pretrain": PRETRAIN}
-    found: dict[str, Settings] = {"pretrain-distilgpt2": english | {"task": "pretrain"}}
+    few = {"candidates": 1_000, "sources": 1, "task": "pretrain"}
+    found = {"pretrain-distilgpt2": english | few}
     # settings, sources, and among how many parts these are dealt
     runs: dict[str, tuple[Settings, int, int]] = {
         "distilgpt2-enwik8": (english, 90, 2),
@@ -63,8 +66,6 @@ def parts(size: str) -> dict[str, Settings]:
 
 
 def measure(settings: Settings, context: Context) -> dict[str, Any]:
-    if settings["task"] == "pretrain":
-        return pretraining(settings, context)
     asked = problem(settings, context.data)
     sources = [q.source for q in asked.queries]
     result: dict[str, Any] = {
@@ -77,23 +78,18 @@ def measure(settings: Settings, context: Context) -> dict[str, Any]:
     model, length = language.model, settings["length"]
     candidates = language.rows(asked.candidates, length, context.device)
     queries = language.rows([q.text for q in asked.queries], length, context.device)
+    if settings["task"] == "pretrain":
+        loss = scores.mean_loss(model, candidates)
+        return {"task": "pretrain", "loss": loss} | language.learnt
     before = [scores.mean_loss(model, x) for x in (candidates, queries)]
     values, counts = scores.along_the_run(model, candidates, queries, settings, context)
     after = [scores.mean_loss(model, x) for x in (candidates, queries)]
-    values["if"] = scores.after_the_run(model, candidates, queries, context)
+    values["if"], counts["void_after"] = scores.after_the_run(model, candidates, queries, context)
     return result | counts | {
         "model": settings["model"] + (", pretrained" if "pretrain" in settings else ""),
         "loss": {"candidates": [before[0], after[0]], "queries": [before[1], after[1]]},
         "ranks": {method: ranks(x, sources) for method, x in values.items()},
     }  # fmt: skip
-
-
-def pretraining(settings: Settings, context: Context) -> dict[str, Any]:
-    """Makes the weights that other parts start from, and measures what they know."""
-    asked = problem(settings | {"candidates": 1_000, "sources": 1}, context.data)
-    language = models.make(settings, asked, context)
-    rows = language.rows(asked.candidates, settings["length"], context.device)
-    return {"task": "pretrain", "loss": scores.mean_loss(language.model, rows)}
 
 
 EXPERIMENT = Experiment(

@@ -2,7 +2,8 @@
 
 ``gpt`` is a small GPT-2 over the words of the problem, ``distilgpt2`` DistilGPT-2's architecture
 with random weights; any other name is loaded with its weights (common/pretrained.py). With
-``pretrain`` in the settings the first two learn running English text first.
+``pretrain`` in the settings the first two begin with weights that have learnt running English
+text: a part of its own makes them, once for all others.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ Encode = Callable[[Sequence[str]], list[list[int]]]
 class LanguageModel:
     model: nn.Module
     encode: Encode
+    learnt: dict[str, int] = field(default_factory=dict)  # how much text in pretraining
 
     def rows(self, texts: Sequence[str], length: int, device: torch.device) -> tuple[Tensor, ...]:
         """Tokens [texts, T], filled up with 0, and how many of them count [texts]. T is the longest
@@ -59,10 +61,10 @@ def make(settings: Settings, problem: Problem, context: Context) -> LanguageMode
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings["seed"])
         model = gpt2(size, *shape).to(context.device)
+    known: dict[str, int] = {}
     if "pretrain" in settings:
-        weights = learned(settings, model, encode, context)
-        model.load_state_dict(weights)
-    return LanguageModel(model, encode)
+        known = learned(settings, model, encode, context)
+    return LanguageModel(model, encode, known)
 
 
 def gpt2(vocabulary: int, layers: int, width: int, heads: int, positions: int) -> nn.Module:
@@ -124,29 +126,38 @@ def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def learned(
     settings: Settings, model: nn.Module, encode: Encode, context: Context
-) -> dict[str, Tensor]:
-    """The weights after pretraining, from the output folder where they are there already."""
-    own = settings  # all of them: the words of ``gpt`` are those of the problem
+) -> dict[str, int]:
+    """Give the model its pretrained weights, from the output folder. The part ``pretrain`` makes
+    them where they are not there yet; others refuse, or several processes would all make them."""
+    assert context.out is not None
+    own = {k: v for k, v in settings.items() if k != "task"}  # ``gpt`` has the problem's own words
     if settings["model"] == "distilgpt2":
         own = {k: settings[k] for k in ("model", "seed", "pretrain")}
     digest = hashlib.sha256(json.dumps([own, bool(context.data)]).encode()).hexdigest()[:12]
-    if context.out is None:
-        return pretrain(settings, model, encode, context)
     path = context.out / "weights" / f"{settings['model']}-{digest}.pt"
     if not path.exists():
+        if settings["task"] != "pretrain":
+            raise ValueError(
+                f"the pretrained weights {path} are not there: they are made by the part "
+                f"pretrain-{settings['model']}, which has to be done first, with the same --out"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
-        weights = pretrain(settings, model, encode, context)
-        torch.save(weights, path.with_suffix(".tmp"))
+        known = pretrain(settings, model, encode, context)
+        torch.save(known | {"weights": model.state_dict()}, path.with_suffix(".tmp"))
         path.with_suffix(".tmp").replace(path)
-    return torch.load(path, map_location=context.device, weights_only=True)
+    known = torch.load(path, map_location=context.device, weights_only=True)
+    model.load_state_dict(known.pop("weights"))
+    return known
 
 
 def pretrain(
     settings: Settings, model: nn.Module, encode: Encode, context: Context
-) -> dict[str, Tensor]:
-    """Next-token training on rows of running text: AdamW, warm-up and cosine."""
+) -> dict[str, Any]:
+    """Next-token training on rows of running text: AdamW, warm-up and cosine. Returns how much
+    text there was: the file may be shorter than ``characters``."""
     s, device = settings["pretrain"], context.device
-    lines = running_text(context.data, s["characters"]).splitlines()
+    text = running_text(context.data, s["characters"])[: s["characters"]]
+    lines = text.splitlines()
     stream = np.concatenate([np.asarray(x, np.int64) for x in encode([f"{x}\n" for x in lines])])
     rows = torch.from_numpy(stream[: len(stream) // s["length"] * s["length"]].copy())
     rows = rows.view(-1, s["length"])
@@ -157,7 +168,6 @@ def pretrain(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=s["lr"], betas=(0.9, 0.95), weight_decay=0.1, fused=cuda
     )
-    forward = torch.compile(model) if cuda else model
     rows = rows.to(device)
     for i in context.track(len(steps)):
         warm, done = min(1.0, (i + 1) / s["warmup"]), i / len(steps)
@@ -165,9 +175,9 @@ def pretrain(
             group["lr"] = s["lr"] * warm * (0.55 + 0.45 * math.cos(math.pi * done))
         ids = rows[steps[i].to(device)]
         with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
-            logits = forward(input_ids=ids, use_cache=False).logits
+            logits = model(input_ids=ids, use_cache=False).logits
         F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return {k: v.detach().clone() for k, v in model.state_dict().items()}
+    return {"characters": len(text), "tokens": len(stream), "steps": len(steps)}

@@ -50,14 +50,15 @@ def along_the_run(
             history = run.history(e)
             found[e] = summed(run, history, N)
             found[f"{e}, later"] = summed(run, history[history["step"] > 0], N)
-        void = int(run.steps()["void"].notna().sum())
-    return found, {"steps": len(order), "void": void}
+        counts = {"steps": len(order), "void": voided(run)}
+    return found, counts
 
 
 def after_the_run(
     model: nn.Module, candidates: Rows, queries: Rows, context: Context, batch: int = 64
-) -> np.ndarray:
-    """IF-proxy: ⟨gradient of the query, gradient of the candidate⟩ at the final weights.
+) -> tuple[np.ndarray, int]:
+    """IF-proxy: ⟨gradient of the query, gradient of the candidate⟩ at the final weights, and how
+    many steps are void.
 
     That is the in-run value of a step of SGD with learning rate 1; the step is undone.
     """
@@ -75,7 +76,8 @@ def after_the_run(
             with torch.no_grad():
                 torch._foreach_copy_(params, final)
         found = summed(run, run.history("sgd"), N)
-    return found * sizes[:, None]  # a text has a part of the mean over its batch
+        void = voided(run)
+    return found * sizes[:, None], void  # a text has a part of the mean over its batch
 
 
 def targets(queries: Rows) -> dict[str, list[Rows]]:
@@ -102,6 +104,11 @@ def summed(run: inrun.Run, history: pd.DataFrame, N: int) -> np.ndarray:
     found = np.zeros((N, len(names)))
     np.add.at(found, history["id"].to_numpy(np.int64), history[names].to_numpy(np.float64))
     return found
+
+
+def voided(run: inrun.Run) -> int:
+    """Steps without values."""
+    return int(run.steps()["void"].notna().sum())
 
 
 @torch.no_grad()

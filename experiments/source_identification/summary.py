@@ -46,7 +46,7 @@ def summarise(results: Results) -> dict[str, Any]:
             runs.setdefault(re.sub(r"-\d+of\d+$", "", name), []).append(r)
     lexical = [r for r in results.values() if r["task"] == "bm25"]
     found = {name: one(shards, lexical) for name, shards in runs.items()}
-    pretrained = {n: r["loss"] for n, r in results.items() if r["task"] == "pretrain"}
+    pretrained = {n: r for n, r in results.items() if r["task"] == "pretrain"}
     return {"runs": found, "pretrained": pretrained}
 
 
@@ -63,7 +63,8 @@ def one(shards: list[dict[str, Any]], lexical: list[dict[str, Any]]) -> dict[str
     }
     return {
         "model": shards[0]["model"], "candidates": candidates, "sources": len(sources),
-        "steps": shards[0]["steps"], "void": sum(r["void"] for r in shards), "loss": loss,
+        "steps": shards[0]["steps"], "loss": loss,
+        **{k: sum(r[k] for r in shards) for k in ("void", "void_after")},  # steps without values
         "categories": {c: cells([x for x in ranks if x[1] == c]) for c in CATEGORIES},
     }  # fmt: skip
 

@@ -28,7 +28,8 @@ def test_finds_the_sources_and_stands_beside_the_paper(tmp_path):
     runs = found["summary"]["runs"]
     assert list(runs) == ["gpt", "gpt-pretrained"] and not found["missing"]
     for run in runs.values():
-        assert run["void"] == 0 and run["loss"]["candidates"][1] < run["loss"]["candidates"][0]
+        assert run["void"] == run["void_after"] == 0
+        assert run["loss"]["candidates"][1] < run["loss"]["candidates"][0]
         assert [c["n"] for c in run["categories"].values()] == [4, 4, 12, 12, 12]
         for category, c in run["categories"].items():
             assert list(c["methods"]) == list(METHODS)
@@ -36,7 +37,16 @@ def test_finds_the_sources_and_stands_beside_the_paper(tmp_path):
                 assert cell["rank"]["min"] >= 1 and cell["rank"]["max"] <= run["candidates"]
                 if category in ("exact", "partial_same"):
                     assert cell["rank"]["mean"] < 5, (category, method, "chance is 30")
-    assert list((tmp_path / "weights").glob("gpt-*.pt"))
+    (known,) = found["summary"]["pretrained"].values()
+    assert known["characters"] == 20_000 and known["tokens"] > 1_000 and known["steps"] > 0
+    (weights,) = (tmp_path / "weights").glob("gpt-*.pt")
+    weights.unlink()
+    (tmp_path / "parts" / "gpt-pretrained.json").unlink()
+    with pytest.raises(ValueError, match="pretrain-gpt, which has to be done first"):
+        reproduce(experiment, "tiny", tmp_path, only=["gpt-pretrained"], device="cpu")
+    (tmp_path / "parts" / "pretrain-gpt.json").unlink()
+    third = reproduce(experiment, "tiny", tmp_path, device="cpu", show=lambda text: None)
+    assert third["summary"] == found["summary"]
 
     def again(*_):
         raise AssertionError("a finished part was done again")
@@ -106,7 +116,8 @@ def test_the_proxy_is_the_product_of_gradients():
     before = {k: v.clone() for k, v in model.state_dict().items()}
     candidates = language.rows(problem.candidates, 64, CPU.device)
     queries = language.rows([q.text for q in problem.queries[:5]], 64, CPU.device)
-    found = scores.after_the_run(model, candidates, queries, CPU, batch=4)
+    found, void = scores.after_the_run(model, candidates, queries, CPU, batch=4)
+    assert void == 0
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
     def gradient(rows, i):
@@ -215,7 +226,9 @@ def test_weights_are_saved_for_other_machines(tmp_path):
     word = tokenizers.models.WordLevel({"the": 0, "sea": 1}, unk_token="the")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(word))
     tokenizer.save_pretrained(tmp_path / "mine")
-    pretrained.save("mine", tmp_path / "copy", tmp_path)
-    found, _ = pretrained.causal("copy", tmp_path)
-    for a, b in zip(model.parameters(), found.parameters(), strict=True):
-        assert torch.equal(a.to(torch.bfloat16).float(), b)
+    for copy, shard in (("copy", "5GB"), ("pieces", "1KB")):
+        pretrained.save("mine", tmp_path / copy, tmp_path, shard)
+        assert (len(list((tmp_path / copy).glob("model-0*.safetensors"))) > 1) == (shard == "1KB")
+        found, _ = pretrained.causal(copy, tmp_path)
+        for a, b in zip(model.parameters(), found.parameters(), strict=True):
+            assert torch.equal(a.to(torch.bfloat16).float(), b)
