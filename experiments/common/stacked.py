@@ -122,7 +122,7 @@ def replayed(work: Callable[[], None], device: torch.device, before: int = 2) ->
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             work()
     except RuntimeError as error:
         torch.cuda.synchronize()

@@ -15,7 +15,7 @@ from experiments import EXPERIMENTS, load
 from experiments.common import tasks
 from experiments.common.game import coalition_losses, row_gradients, shapley
 from experiments.common.parts import Context, Experiment, reproduce, write
-from experiments.common.stacked import backward, losses, stacked
+from experiments.common.stacked import backward, losses, stacked, train
 from experiments.common.statistics import interval
 from inrun import reference
 from inrun.cli import app
@@ -65,6 +65,28 @@ def test_stacked_training_is_training_one_by_one():
             own.loss(own.model, own.batch(ids)).backward()
             optimizer.step()
         assert float(together[copy]) == pytest.approx(own.loss(own.model, own.validation).item())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("last", [5, 3])  # a smaller last batch is not recorded
+def test_a_training_loop_of_copies_is_its_steps(device, last):
+    """On a GPU the loop is a recorded graph; a warning that it is not would be an error here."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    context = Context(torch.device(device))
+    order = [torch.randint(0, 30, (3, n)).to(device) for n in (5, 5, 5, last)]
+    found = []
+    for whole in (True, False):
+        task = tasks.make({"model": "mlp", "examples": 30, "validation": 5}, context, torch.float64)
+        stack, twin = stacked(task.model, tasks.optimizer("adamw", task.model, 1e-2), 3)
+        if whole:
+            train(task.model, task.loss, stack, twin, task.train, order, range(4))
+        for ids in () if whole else order:
+            backward(task.model, task.loss, stack, task.batch(ids))
+            twin.step()
+        found.append(stack)
+    for k, w in found[0].items():
+        torch.testing.assert_close(w, found[1][k])
 
 
 def test_retraining_gives_every_coalition_its_own_members():
