@@ -348,3 +348,43 @@ def test_a_gradient_of_zeros_that_is_scaled():
         p.grad.mul_(0.5)
     G, flag = kept.compare(current(params))
     assert all(not g.any() for g in G.values()) and not (flag is not None and bool(flag))
+
+
+def test_memory_that_is_used_again_never_holds_another_batch():
+    """Per-example gradients are written to the same memory in every step: batches of other sizes,
+    several per step, and one that failed half-way change nothing."""
+    torch.manual_seed(0)
+    first = deep().double()
+    plan = [[6], [6], [4, 6], [4, 6], [9], "failed", [3], [6, 2], [6]]  # rows of each batch
+
+    def history(form, training):
+        model = copy.deepcopy(first)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        run = inrun.watch(
+            model, optimizer, validation=[(X[40:], Y[40:])], loss=loss, form=form,
+            training=training,
+        )  # fmt: skip
+        with run:
+            for sizes in plan:
+                if sizes == "failed":
+                    with pytest.raises(RuntimeError, match="stop"), run.batch(range(6)):
+                        loss(model, (X[:6], Y[:6])).backward()
+                        raise RuntimeError("stop")
+                    optimizer.zero_grad()
+                    continue
+                at = 0
+                for n in sizes:
+                    rows = torch.arange(at, at + n)
+                    with run.batch(rows):
+                        (loss(model, (X[rows], Y[rows])) / len(sizes)).backward()
+                    at += n
+                optimizer.step()
+                optimizer.zero_grad()
+            used = len(run._capture.blocks._memory)
+        return run.history(), used
+
+    expected, none = history("ghost", "bitwise")
+    found, used = history("materialise", "fast")
+    assert used and not none  # the memory was in use
+    np.testing.assert_array_equal(found["id"], expected["id"])
+    np.testing.assert_allclose(found["value"], expected["value"], rtol=1e-9, atol=1e-15)

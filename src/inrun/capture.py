@@ -30,6 +30,7 @@ from inrun.layout import Layout, in_place, name_of, tensors_in
 from inrun.meeting import has_pure_form, operate, prepare, shapes_suffice, summed_leaves
 from inrun.nodes import Node
 from inrun.ops import Call, Form, Record, op_rule, replay
+from inrun.ops.records import Blocks
 from inrun.provenance import CONSTANT, OUTSIDE, UNKNOWN, Provenance
 from inrun.recall import Followed, Met, Recall, tensors_of
 from inrun.tap import (
@@ -78,6 +79,7 @@ class Capture(Provenance):
         self.fast, self.probe = fast, probe
         self.check_memory, self.on_first_gradient = check_memory, on_first_gradient
         self.coverage: dict[str, set[tuple[str, str]]] = {}
+        self.blocks = Blocks()
         self._covered: set[Any] = set()
         self.trigger = torch.zeros((), requires_grad=True)  # puts taps into the graph
         self.tap: Callable[..., Tensor] = Tap.apply
@@ -114,7 +116,7 @@ class Capture(Provenance):
 
     def close(self) -> None:
         self._backend.close()
-        self._recall = Recall(self._find)
+        self._recall, self.blocks = Recall(self._find), Blocks()
 
     # For compiled graphs (compiled.py)
 
@@ -270,7 +272,8 @@ class Capture(Provenance):
         device = out.device.type
         on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         self.live.autocast = device, on, dtype
-        call = call.with_(autocast=self.live.autocast)
+        blocks = None if self._planning else self.blocks
+        call = call.with_(autocast=self.live.autocast, blocks=blocks)
         tap = Tapped(met.rule, self.live, met.detached, met.summed, self.receive)
         extras = [self.trigger] if self.probe else [leaves[i] for i in met.summed]
         out = tapped(self.tap, out, call, tap, extras)

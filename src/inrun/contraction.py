@@ -43,16 +43,21 @@ def contract(
         for node, records in micro.nodes(u.keys()):
             for record in records:
                 record = record.to(some.device)
-                if type(record) is Dense and node.param is not None and _fits(record):
-                    kind = record.grads.dtype, u[node.name].v.dtype
+                if type(record) is Dense and node.param is not None:
+                    # v and K are ours, and in order
+                    by_kernel = kernels.usable_rows(record.grads)
+                    kind = by_kernel, record.grads.dtype, u[node.name].v.dtype
                     dense.setdefault(kind, []).append((node.name, record.grads))
                 else:
                     total += _plain(node, record, u)
-        for rows in dense.values():
+        for (by_kernel, *_), rows in dense.items():
             names = [k for k, _ in rows]
-            new = [k for k in names if k not in covered]
-            whole = len(new) == len(names) and kernels.usable([G[k] for k in names])
-            total_g = _fused(rows, u, G if whole else None)
+            whole = covered.isdisjoint(names)
+            if by_kernel:
+                whole = whole and kernels.usable([G[k] for k in names])
+                total_g = _fused(rows, u, G if whole else None)
+            else:
+                total_g = _joined(rows, u, G)
             total += total_g[:, :-1]
             if whole:
                 expected += total_g[:, -1]
@@ -79,11 +84,6 @@ def _plain(node: Node, record: Record, u: Mapping[str, Direction]) -> Tensor:
     return torch.stack(parts)
 
 
-def _fits(record: Dense) -> bool:
-    """Can the kernel for all parameters take it? (v and K are ours, and in order.)"""
-    return kernels.usable_rows(record.grads)
-
-
 def _fused(
     rows: Sequence[tuple[str, Tensor]], u: Mapping[str, Direction], G: Mapping[str, Tensor] | None
 ) -> Tensor:
@@ -93,6 +93,27 @@ def _fused(
     v = [u[k].v if K is not None else u[k].full.contiguous() for k in names]
     own = None if G is None else [G[k] for k in names]
     return kernels.contract([g for _, g in rows], K, v, own)
+
+
+def _joined(
+    rows: Sequence[tuple[str, Tensor]], u: Mapping[str, Direction], G: Mapping[str, Tensor]
+) -> Tensor:
+    """The same without a kernel: small tensors (the many vectors of a model) in one product."""
+    groups = [[x] for x in rows if x[1].numel() > _SMALL]
+    small = [x for x in rows if x[1].numel() <= _SMALL]
+    found = []
+    for group in [*groups, small] if small else groups:
+        d = _side_by_side([u[k].full for k, _ in group])
+        g = _side_by_side([wide(x) for _, x in group])
+        own = _side_by_side([G[k][None] for k, _ in group]).to(d.dtype)
+        found.append(torch.cat([d @ g.T, d @ own.T], dim=1))
+    return torch.stack(found).sum(0, dtype=torch.float64)
+
+
+def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:
+    """[n, *W] each, as rows [n, numbers]."""
+    flat = [t.reshape(len(t), -1) for t in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
 
 
 def components(names: Iterable[str], micros: Sequence[MicroBatch]) -> list[list[str]]:
@@ -144,3 +165,4 @@ def cancelling(
 
 
 _LONG = 8  # numbers
+_SMALL = 2**14  # numbers: so few are copied sooner than multiplied on their own

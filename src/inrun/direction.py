@@ -221,13 +221,14 @@ def _rows(moved: Sequence[Moved]) -> Iterator[list[Moved]]:
     """Neighbours of one kind, up to a size."""
     row: list[Moved] = []
     kind: Any = None
+    size = 0
     for m in moved:
-        own = id(m.options), float(m.state["step"]), m.g.dtype, m.p.dtype
-        if row and (own != kind or sum(r.p.numel() for r in row) + m.p.numel() > _PIECE):
+        own, more = (id(m.options), float(m.state["step"]), m.g.dtype, m.p.dtype), m.p.numel()
+        if row and (own != kind or size + more > _PIECE):
             yield row
-            row = []
+            row, size = [], 0
         row.append(m)
-        kind = own
+        kind, size = own, size + more
     if row:
         yield row
 

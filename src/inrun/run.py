@@ -309,6 +309,7 @@ class Run(Summary, Tables):
             if micro is not None:
                 micro.records.clear()  # whoever keeps the loss keeps the graph, and that the micro
         self._pending, self._held = [], 0
+        self._capture.blocks.over()
         self._scorer.accumulated.forget()
 
     def _account(self, new: int) -> None:

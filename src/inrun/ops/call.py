@@ -17,7 +17,7 @@ from torch import Tensor
 from inrun.arguments import Spec
 from inrun.layout import Layout, name_of, to_rows
 from inrun.ops import cost
-from inrun.ops.records import Aligned, Dense, Record, Replay, wide_type
+from inrun.ops.records import Aligned, Blocks, Dense, Record, Replay, wide_type
 
 # "grouped": for gradients of groups of examples. Those of a product come as cheap from its ghost
 # form; elsewhere the smaller form.
@@ -42,6 +42,7 @@ class Call:
     form: Form = "auto"
     shape: tuple[int, ...] = ()
     autocast: tuple[str, bool, torch.dtype] | None = None  # device, on or off, type
+    blocks: Blocks | None = None  # memory for per-example gradients
 
     def with_(self, **changed: Any) -> Call:
         """The same with some fields changed (``dataclasses.replace``, ten times as fast)."""

@@ -14,7 +14,7 @@ from inrun.ops.records import Dense, Pair, Record, wide_type
 def _weight(call: Call, x: tuple[int, str], node: Any, delta: Tensor, transposed: bool) -> Any:
     a, d = call.tokens(call.rows(*x)), call.tokens(call.split(delta))
     pair = Pair(a.to(d.dtype), d, transposed)  # under autocast the operation saw a in δ's type
-    return node, Dense(pair.rows()) if call.form == "materialise" else pair
+    return node, pair.materialised(call.blocks) if call.form == "materialise" else pair
 
 
 def _plain(call: Call) -> bool:

@@ -11,6 +11,7 @@ O outputs, V vocabulary, W the operand's own shape.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -80,6 +81,34 @@ class Record:
 
     def tensors(self) -> list[Tensor]:
         return [v for x in fields(self) if isinstance(v := getattr(self, x.name), Tensor)]
+
+
+class Blocks:
+    """Host memory for the per-example gradients of a step, the same in every step.
+
+    Fresh from the system it would cost as much time as the products that fill it, and between the
+    training's own tensors it would cut their memory into pieces. A GPU's allocator needs no help.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._used = 0  # bytes, those that did not fit too
+
+    def take(self, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
+        """Memory to write to, until ``over``; None where there is none (the first time)."""
+        if like.device.type != "cpu":
+            return None
+        size = math.prod(shape) * like.element_size()
+        start, self._used = self._used, self._used + -(-size // 64) * 64
+        if self._used > len(self._memory):
+            return None
+        return self._memory[start : start + size].view(like.dtype).view(shape)
+
+    def over(self) -> None:
+        """The step is over: what was taken is free, and as much will be wanted again."""
+        if self._used and not self._used <= len(self._memory) <= 2 * self._used:
+            self._memory = torch.empty(self._used, dtype=torch.uint8)
+        self._used = 0
 
 
 @dataclass(eq=False)
@@ -162,11 +191,20 @@ class Pair(Record):
         return (wide(y) * wide(delta)).sum((1, 2))
 
     def rows(self) -> Tensor:
-        a, delta = together(self.a, self.delta)
-        left, right = (a, delta) if self.transposed else (delta, a)
+        left, right = self._factors()
         n, m = left.shape[-1], right.shape[-1]
         g = aligned(left).mT @ aligned(right)
         return g if g.shape[1:] == (n, m) else g[:, :n, :m]
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        a, delta = together(self.a, self.delta)
+        return (a, delta) if self.transposed else (delta, a)
+
+    def materialised(self, blocks: Blocks | None) -> Dense:
+        """The gradients, written to memory that is there already where possible."""
+        left, right = self._factors()
+        place = None if blocks is None else blocks.take((len(left), *self.shape), left)
+        return Dense(self.rows() if place is None else torch.bmm(left.mT, right, out=place))
 
     def groups(self, sizes: Sequence[int]) -> Tensor:
         return _merged(self, sizes)

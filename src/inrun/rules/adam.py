@@ -131,14 +131,11 @@ def shift(g: Tensor, w: Tensor, s: State, o: Options, x: float) -> tuple[Tensor,
     r0.sqrt_()
     both = r + r0
     still = both == 0
-    r.add_(c.eps)
-    end = s["exp_avg"] * c.beta1
-    without = end / r0.add_(c.eps)
-    end.add_(g, alpha=a1).div_(r)
-    moved = (w.to(g.dtype) * decoupled_decay(o)).add_(without, alpha=-c.size * (1 - x))
-    moved.add_(end, alpha=-c.size * x)
+    without = (s["exp_avg"] * c.beta1).div_(r0.add_(c.eps))
     K = torch.div(g, both.clamp_(min=tiny)).mul_(without).mul_(-a2 * c.size)
-    return moved, K.add_(a1 * c.size).div_(r).masked_fill_(still, 0.0)
+    K.add_(a1 * c.size).div_(r.add_(c.eps)).masked_fill_(still, 0.0)
+    moved = (w.to(g.dtype) * decoupled_decay(o)).add_(without, alpha=-c.size)
+    return moved.addcmul_(K, g, value=-x), K
 
 
 _CLOSED = {
