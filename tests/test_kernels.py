@@ -17,7 +17,8 @@ pytest.importorskip("triton", reason="needs Triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHUNK = 1024  # numbers per program: fewer than usual, the interpreter is slow
-SHAPES = [(3,), (CHUNK + 1,), (17, 31), (1,), (10, 13), (8,)]  # odd sizes, one over a chunk
+# odd sizes and multiples of 16, which are read in another way; some over a chunk
+SHAPES = [(3,), (CHUNK + 1,), (32, 48), (17, 31), (1,), (16,), (10, 13), (8,), (CHUNK,)]
 GROUPS = [
     {"lr": 1e-2, "weight_decay": 0.1},
     {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-4},

@@ -79,14 +79,14 @@ def shift(
     factors = None if kind is None else alike(step.p, torch.float32)
     columns = [step.p, step.g, step.m, step.v, weights or [], factors or []]
     sizes = tuple(p.numel() for p in step.p)
-    tensors, starts = _chunks(sizes, device)
-    _shift[(len(tensors),)](
-        _addresses(columns, device), _sizes(sizes, device),
-        _scalars(step, 0.0 if x is None else x, device), tensors, starts,
-        _type(step.p[0]), _type(step.g[0]), _type(step.m[0]),
-        POINT=x is not None, KIND={None: 0, "secant": 1, "tangent": 2}[kind],
-        CHUNK=_CHUNK, BLOCK=1024,
-    )  # fmt: skip
+    table, scalars = _addresses(columns, device), _scalars(step, 0.0 if x is None else x, device)
+    for even, tensors, starts in _chunks(sizes, device):
+        _shift[(len(tensors),)](
+            table, _sizes(sizes, device), scalars, tensors, starts,
+            _type(step.p[0]), _type(step.g[0]), _type(step.m[0]),
+            POINT=x is not None, KIND={None: 0, "secant": 1, "tangent": 2}[kind],
+            CHUNK=_CHUNK, BLOCK=1024, EVEN=even,
+        )  # fmt: skip
     return weights, factors
 
 
@@ -102,27 +102,26 @@ def contract(
     """
     B, Q, device = len(rows[0]), len(v[0]), rows[0].device
     sizes = tuple(x.numel() // Q for x in v)
-    strides = _sizes(tuple(r.stride(0) for r in rows), device)
-    tensors, starts = _chunks(sizes, device)
-    partial = torch.empty((len(tensors), Q, B + 1), dtype=torch.float32, device=device)
-    columns = [list(rows), list(K or []), list(v), list(G or [])]
-    with_g = _type(G[0]) if G else tl.float32
-    if Q > 1:
-        BP, QP = (max(16, min(triton.next_power_of_2(n), _EXAMPLES)) for n in (B, Q))
-        _contract_many[(len(tensors), -(-B // BP), -(-Q // QP))](
-            _addresses(columns, device), _sizes(sizes, device), strides, tensors, starts, partial,
-            _type(rows[0]), _type(v[0]), with_g, B=B, BP=BP, Q=Q, QP=QP,
-            WITH_K=K is not None, WITH_G=G is not None, CHUNK=_CHUNK, BLOCK=64,
-            HALF=rows[0].dtype == torch.bfloat16,
-        )  # fmt: skip
-        return partial.sum(0, dtype=torch.float64)
-    BP = min(triton.next_power_of_2(B), _EXAMPLES)
-    _contract[(len(tensors),)](
-        _addresses(columns, device), _sizes(sizes, device), strides, tensors, starts, partial,
-        _type(rows[0]), _type(v[0]), with_g, B=B, BP=BP, WITH_K=K is not None, WITH_G=G is not None,
-        CHUNK=_CHUNK, BLOCK=max(_CHUNK // BP, 64),
-    )  # fmt: skip
-    return partial.sum(0, dtype=torch.float64)
+    between = tuple(r.stride(0) for r in rows)
+    table = _addresses([list(rows), list(K or []), list(v), list(G or [])], device)
+    types = _type(rows[0]), _type(v[0]), _type(G[0]) if G else tl.float32
+    total = torch.zeros((Q, B + 1), dtype=torch.float64, device=device)
+    for even, tensors, starts in _chunks(sizes, device, between):
+        partial = torch.empty((len(tensors), Q, B + 1), dtype=torch.float32, device=device)
+        given = (table, _sizes(sizes, device), _sizes(between, device), tensors, starts, partial)
+        how = {"B": B, "WITH_K": K is not None, "WITH_G": G is not None, "CHUNK": _CHUNK}
+        if Q > 1:
+            BP, QP = (max(16, min(triton.next_power_of_2(n), _EXAMPLES)) for n in (B, Q))
+            _contract_many[(len(tensors), -(-B // BP), -(-Q // QP))](
+                *given, *types, BP=BP, Q=Q, QP=QP, BLOCK=64,
+                HALF=rows[0].dtype == torch.bfloat16, EVEN=even, **how,
+            )  # fmt: skip
+        else:
+            BP = min(triton.next_power_of_2(B), _EXAMPLES)
+            BLOCK = max(_CHUNK // BP, 64)
+            _contract[(len(tensors),)](*given, *types, BP=BP, BLOCK=BLOCK, EVEN=even, **how)
+        total += partial.sum(0, dtype=torch.float64)
+    return total
 
 
 def alike(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -153,13 +152,22 @@ def _sizes(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _chunks(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each program: its tensor, and where in it the chunk begins."""
+def _chunks(
+    sizes: tuple[int, ...], device: torch.device, strides: tuple[int, ...] = ()
+) -> list[tuple[bool, Tensor, Tensor]]:
+    """For each program: its tensor, and where in it the chunk begins. First those of tensors all of
+    whose sizes and strides are multiples of 16 (True), which need not be read number by number."""
     counts = torch.tensor([-(-n // _CHUNK) for n in sizes])
     tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     starts = (torch.arange(len(tensors)) - first) * _CHUNK
-    return tensors.to(torch.int32).to(device), starts.to(torch.int64).to(device)
+    uneven = torch.tensor(sizes) % 16 + torch.tensor(strides or sizes) % 16
+    found = []
+    for even in (True, False):
+        own = (uneven[tensors] == 0) == even
+        if bool(own.any()):
+            found.append((even, tensors[own].int().to(device), starts[own].to(device)))
+    return found
 
 
 def _scalars(step: AdamStep, x: float, device: torch.device) -> Tensor:
@@ -198,15 +206,25 @@ if triton is not None:
         return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
     @triton.jit  # type: ignore[untyped-decorator]
+    def _number(at, even: tl.constexpr):  # type: ignore[no-untyped-def]
+        """A size or a stride. Told that it is a multiple of 16, the compiler reads and writes 16
+        bytes at once, otherwise number by number."""
+        n = tl.load(at)
+        if even:
+            n = tl.multiple_of(n, 16)
+        return n
+
+    @triton.jit  # type: ignore[untyped-decorator]
     def _shift(  # type: ignore[no-untyped-def]
         table, sizes, scalars, tensors, starts,
         P: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
         POINT: tl.constexpr, KIND: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+        EVEN: tl.constexpr,
     ):  # fmt: skip
         pid = tl.program_id(0)
         t = tl.load(tensors + pid)
-        start = tl.load(starts + pid)
-        n = tl.load(sizes + t)
+        start = tl.multiple_of(tl.load(starts + pid), 16)
+        n = _number(sizes + t, EVEN)
         beta1, one1 = tl.load(scalars + t * 7), 1.0 - tl.load(scalars + t * 7)
         beta2, one2 = tl.load(scalars + t * 7 + 1), 1.0 - tl.load(scalars + t * 7 + 1)
         c2 = tl.load(scalars + t * 7 + 4)
@@ -217,20 +235,23 @@ if triton is not None:
         b1, a1 = beta1.to(tl.float32), one1.to(tl.float32)
         b2, a2 = (beta2 / c2).to(tl.float32), (one2 / c2).to(tl.float32)  # with the correction
 
+        of_p, of_g = _at(table, t, 0, 6, P), _at(table, t, 1, 6, G)
+        of_m, of_v = _at(table, t, 2, 6, M), _at(table, t, 3, 6, M)
+        of_w, of_k = _at(table, t, 4, 6, P), _at(table, t, 5, 6, tl.float32)
         for offset in range(0, CHUNK, BLOCK):
             at = start + offset + tl.arange(0, BLOCK)
             inside = at < n
-            g = tl.load(_at(table, t, 1, 6, G) + at, mask=inside, other=0.0).to(tl.float32)
-            m = tl.load(_at(table, t, 2, 6, M) + at, mask=inside, other=0.0).to(tl.float32)
-            v = tl.load(_at(table, t, 3, 6, M) + at, mask=inside, other=0.0).to(tl.float32)
+            g = tl.load(of_g + at, mask=inside, other=0.0).to(tl.float32)
+            m = tl.load(of_m + at, mask=inside, other=0.0).to(tl.float32)
+            v = tl.load(of_v + at, mask=inside, other=0.0).to(tl.float32)
             r0 = tl.sqrt(b2 * v)
             r = tl.sqrt(b2 * v + a2 * g * g)
             if POINT:
-                p = tl.load(_at(table, t, 0, 6, P) + at, mask=inside, other=0.0).to(tl.float32)
+                p = tl.load(of_p + at, mask=inside, other=0.0).to(tl.float32)
                 with_batch = (b1 * m + a1 * g) / (r + eps)
                 without = b1 * m / (r0 + eps)
                 w = decay * p - size * ((1.0 - x) * without + x * with_batch)
-                tl.store(_at(table, t, 4, 6, P) + at, w, mask=inside)
+                tl.store(of_w + at, w, mask=inside)
             if KIND > 0:
                 touched = r + r0 > 0.0
                 if KIND == 1:
@@ -240,41 +261,42 @@ if triton is not None:
                     slope = a1 * (b2 * v + eps * r) - b1 * a2 * m * g
                     K = slope / tl.where(touched, r, 1.0) / ((r + eps) * (r + eps))
                 K = tl.where(touched, size * K, 0.0)
-                tl.store(_at(table, t, 5, 6, tl.float32) + at, K, mask=inside)
+                tl.store(of_k + at, K, mask=inside)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _contract(  # type: ignore[no-untyped-def]
         table, sizes, strides, tensors, starts, partial,
         R: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
         B: tl.constexpr, BP: tl.constexpr, WITH_K: tl.constexpr, WITH_G: tl.constexpr,
-        CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+        CHUNK: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
     ):  # fmt: skip
         """One direction: bound by the reading of the per-example gradients."""
         pid = tl.program_id(0)
         t = tl.load(tensors + pid)
-        start = tl.load(starts + pid)
-        n = tl.load(sizes + t)
-        stride = tl.load(strides + t)
+        start = tl.multiple_of(tl.load(starts + pid), 16)
+        n, stride = _number(sizes + t, EVEN), _number(strides + t, EVEN)
+        of_g, of_k = _at(table, t, 0, 4, R), _at(table, t, 1, 4, tl.float32)
+        of_v, of_own = _at(table, t, 2, 4, V), _at(table, t, 3, 4, G)
         out = partial + pid.to(tl.int64) * (B + 1)
         for first in range(0, B, BP):
             b = first + tl.arange(0, BP)
-            total = tl.zeros((BP,), dtype=tl.float32)
-            summed = 0.0
+            total = tl.zeros((BP, BLOCK), dtype=tl.float32)
+            summed = tl.zeros((BLOCK,), dtype=tl.float32)
             for offset in range(0, CHUNK, BLOCK):
                 at = start + offset + tl.arange(0, BLOCK)
                 inside = at < n
-                u = tl.load(_at(table, t, 2, 4, V) + at, mask=inside, other=0.0).to(tl.float32)
+                u = tl.load(of_v + at, mask=inside, other=0.0).to(tl.float32)
                 if WITH_K:
-                    u *= tl.load(_at(table, t, 1, 4, tl.float32) + at, mask=inside, other=0.0)
+                    u *= tl.load(of_k + at, mask=inside, other=0.0)
                 where = b[:, None].to(tl.int64) * stride + at[None, :]
                 mask = (b[:, None] < B) & inside[None, :]
-                g = tl.load(_at(table, t, 0, 4, R) + where, mask=mask, other=0.0).to(tl.float32)
-                total += tl.sum(g * u[None, :], axis=1)
+                g = tl.load(of_g + where, mask=mask, other=0.0).to(tl.float32)
+                total += g * u[None, :]
                 if WITH_G:
-                    own = tl.load(_at(table, t, 3, 4, G) + at, mask=inside, other=0.0)
-                    summed += tl.sum(own.to(tl.float32) * u)
-            tl.store(out + b, total, mask=b < B)
-            tl.store(out + B, summed)
+                    own = tl.load(of_own + at, mask=inside, other=0.0)
+                    summed += own.to(tl.float32) * u
+            tl.store(out + b, tl.sum(total, axis=1), mask=b < B)
+            tl.store(out + B, tl.sum(summed))
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _contract_many(  # type: ignore[no-untyped-def]
@@ -282,15 +304,16 @@ if triton is not None:
         R: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
         B: tl.constexpr, BP: tl.constexpr, Q: tl.constexpr, QP: tl.constexpr,
         WITH_K: tl.constexpr, WITH_G: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-        HALF: tl.constexpr,
+        HALF: tl.constexpr, EVEN: tl.constexpr,
     ):  # fmt: skip
         """Several directions: a matrix product. Against bfloat16 gradients a direction goes in two
         bfloat16 parts, which keeps 16 bits of it."""
         pid = tl.program_id(0)
         t = tl.load(tensors + pid)
-        start = tl.load(starts + pid)
-        n = tl.load(sizes + t)
-        stride = tl.load(strides + t)
+        start = tl.multiple_of(tl.load(starts + pid), 16)
+        n, stride = _number(sizes + t, EVEN), _number(strides + t, EVEN)
+        of_g, of_k = _at(table, t, 0, 4, R), _at(table, t, 1, 4, tl.float32)
+        of_v, of_own = _at(table, t, 2, 4, V), _at(table, t, 3, 4, G)
         b = tl.program_id(1) * BP + tl.arange(0, BP)
         q = tl.program_id(2) * QP + tl.arange(0, QP)
         total = tl.zeros((QP, BP), dtype=tl.float32)
@@ -300,13 +323,13 @@ if triton is not None:
             inside = at < n
             where = q[:, None].to(tl.int64) * n + at[None, :]
             mask = (q[:, None] < Q) & inside[None, :]
-            u = tl.load(_at(table, t, 2, 4, V) + where, mask=mask, other=0.0).to(tl.float32)
+            u = tl.load(of_v + where, mask=mask, other=0.0).to(tl.float32)
             if WITH_K:
-                K = tl.load(_at(table, t, 1, 4, tl.float32) + at, mask=inside, other=0.0)
+                K = tl.load(of_k + at, mask=inside, other=0.0)
                 u *= K[None, :]
             where = b[:, None].to(tl.int64) * stride + at[None, :]
             mask = (b[:, None] < B) & inside[None, :]
-            g = tl.load(_at(table, t, 0, 4, R) + where, mask=mask, other=0.0)
+            g = tl.load(of_g + where, mask=mask, other=0.0)
             if HALF:
                 high = u.to(tl.bfloat16)
                 low = (u - high.to(tl.float32)).to(tl.bfloat16)
@@ -315,7 +338,7 @@ if triton is not None:
             else:
                 total = tl.dot(u, tl.trans(g.to(tl.float32)), total, input_precision="ieee")
             if WITH_G:
-                own = tl.load(_at(table, t, 3, 4, G) + at, mask=inside, other=0.0)
+                own = tl.load(of_own + at, mask=inside, other=0.0)
                 summed += tl.sum(own.to(tl.float32)[None, :] * u, axis=1)
         out = partial + pid.to(tl.int64) * Q * (B + 1)
         where = q[:, None] * (B + 1) + b[None, :]
