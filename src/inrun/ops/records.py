@@ -91,7 +91,7 @@ class Blocks:
     """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._used = 0  # bytes, those that did not fit too
 
     def take(self, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
@@ -107,7 +107,7 @@ class Blocks:
     def over(self) -> None:
         """The step is over: what was taken is free, and as much will be wanted again."""
         if self._used and not self._used <= len(self._memory) <= 2 * self._used:
-            self._memory = torch.empty(self._used, dtype=torch.uint8)
+            self._memory = torch.empty(self._used, dtype=torch.uint8, device="cpu")
         self._used = 0
 
 
