@@ -9,7 +9,7 @@ validation gradient is taken.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -111,16 +111,17 @@ class Path:
         self.moved, self._static = moved, static
         self._points: dict[float, list[Tensor]] = {}  # kept: every target comes back to them
         self._fused = _fused(moved)
+        self._rows = list(_rows(moved)) if self._fused is None else []
 
     def maps(self, kind: str, x: float | None) -> list[LinearMap]:
         """The linear maps of an estimator that needs the point ``x`` next (one pass for both)."""
-        if self._fused is None:
-            if kind == "secant" and x is not None and _quick(self.moved):
-                self._points[x], made = _shift(self.moved, x)
-                return [Scale(K) for K in made]
-            return [m.map(kind) for m in self.moved]
         if kind == "sgd":
             return [m.map(kind) for m in self.moved]
+        if self._fused is None:
+            found = [row.work(kind, x) for row in self._rows]
+            if x is not None:
+                self._points[x] = self._kept(x, [w for _, weights in found for w in weights])
+            return [f for maps, _ in found for f in maps]
         weights, factors = kernels.shift(self._fused, x, kind, self._memory(x))
         if x is not None and weights is not None:
             self._points[x] = weights
@@ -129,10 +130,19 @@ class Path:
 
     def _at(self, x: float) -> list[Tensor]:
         if self._fused is None:
-            return [m.at(x) for m in self.moved]
+            return self._kept(x, [w for row in self._rows for w in row.at(x)])
         weights, _ = kernels.shift(self._fused, x, None, self._memory(x))
         assert weights is not None
         return weights
+
+    def _kept(self, x: float, weights: list[Tensor]) -> list[Tensor]:
+        """On a GPU in memory that stays where it is."""
+        kinds = {(m.p.device, m.p.dtype) for m in self.moved}
+        memory = self._memory(x) if weights[0].is_cuda and len(kinds) == 1 else None
+        if memory is None:
+            return weights
+        torch._foreach_copy_(memory, weights)
+        return memory
 
     def _memory(self, x: float | None) -> list[Tensor] | None:
         """For the weights at a point, the same in every step. (Its ends are for audits, now and
@@ -183,55 +193,97 @@ def _fused(moved: Sequence[Moved]) -> kernels.AdamStep | None:
     return step if step.usable() else None
 
 
-def _quick(moved: Sequence[Moved]) -> bool:
-    """Has the rule a quick way, on the host, for all parameters of the step?"""
-    first = moved[0]
-    if first.p.is_cuda or first.rule.shift is None or first.rule.fused is None:
+@dataclass(eq=False)
+class Row:
+    """Neighbours of one kind, computed in one piece: an update that takes each coordinate on its
+    own does not know where a parameter ends, and a model has many small ones."""
+
+    members: list[Moved]
+
+    def whole(self) -> Moved:
+        """All of them as one parameter, flat; a single one as it is."""
+        first = self.members[0]
+        if len(self.members) == 1:
+            return first
+
+        def flat(tensors: Iterable[Tensor]) -> Tensor:
+            return torch.cat([t.detach().flatten() for t in tensors])
+
+        state = {
+            k: flat(m.state[k] for m in self.members) if _of_each(x, first.p) else x
+            for k, x in first.state.items()
+        }
+        p, g = flat(m.p for m in self.members), flat(m.g for m in self.members)
+        return Moved(p, g, first.rule, state, first.options)
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        if len(self.members) == 1:
+            return [flat]
+        parts = flat.split([m.p.numel() for m in self.members])
+        return [x.view(m.p.shape) for x, m in zip(parts, self.members, strict=True)]
+
+    def at(self, x: float) -> list[Tensor]:
+        """The weights of each member at a point."""
+        return self.split(self.whole().at(x))
+
+    def work(self, kind: str, x: float | None) -> tuple[list[LinearMap], list[Tensor]]:
+        """The map of each member and, with ``x``, its weights there."""
+        m = self.whole()
+        if kind == "secant" and x is not None and _quick(m):
+            assert m.rule.shift is not None
+            w, K = m.rule.shift(m.g, m.p.detach(), m.state, m.options, x)
+            return [Scale(k) for k in self.split(K)], self.split(w.to(m.p.dtype))
+        f = m.map(kind)
+        weights = [] if x is None else self.split(m.at(x))
+        if len(self.members) == 1:
+            return [f], weights
+        K = f.K if isinstance(f, Scale) else f(torch.ones_like(m.g))  # J is diagonal
+        return [Scale(k) for k in self.split(K)], weights
+
+
+def _quick(m: Moved) -> bool:
+    """Has the rule a way to weights and secant in one pass?"""
+    if m.rule.shift is None or m.rule.fused is None or "exp_avg" not in m.state:
         return False
-    groups = {id(m.options): m.options for m in moved}
-    plain = all(
-        (numbers := first.rule.fused(o)) is not None and not any(map(torch.is_tensor, numbers))
-        for o in groups.values()
-    )
-    return plain and all("exp_avg" in m.state for m in moved)
+    numbers = m.rule.fused(m.options)
+    return numbers is not None and not any(map(torch.is_tensor, numbers))
 
 
-_PIECE = 2**19  # numbers that are put in a row before they are shifted: dispatch is what costs
+def _of_each(x: Any, p: Tensor) -> bool:
+    """Is this part of the state one of numbers for each coordinate?"""
+    return isinstance(x, Tensor) and x.shape == p.shape
 
 
-def _shift(moved: Sequence[Moved], x: float) -> tuple[list[Tensor], list[Tensor]]:
-    weights: list[Tensor] = []
-    factors: list[Tensor] = []
-    for row in _rows(moved):
-        first = row[0]
-        assert first.rule.shift is not None
-        state: dict[str, Any] = {"step": first.state["step"]}
-        for k in ("exp_avg", "exp_avg_sq"):
-            state[k] = _flat([m.state[k] for m in row])
-        g, p = _flat([m.g for m in row]), _flat([m.p.detach() for m in row])
-        w, K = first.rule.shift(g, p, state, first.options, x)
-        sizes = [m.p.numel() for m in row]
-        for m, a, b in zip(row, w.split(sizes), K.split(sizes), strict=True):
-            weights.append(a.view(m.p.shape).to(m.p.dtype))
-            factors.append(b.view(m.p.shape))
-    return weights, factors
+# Numbers in a row: on a GPU launches are what costs, on a host dispatch until caches overflow.
+_PIECE = {"cpu": 2**18, "cuda": 2**23}
 
 
-def _rows(moved: Sequence[Moved]) -> Iterator[list[Moved]]:
-    """Neighbours of one kind, up to a size."""
-    row: list[Moved] = []
+def _rows(moved: Sequence[Moved]) -> Iterator[Row]:
+    members: list[Moved] = []
     kind: Any = None
     size = 0
     for m in moved:
-        own, more = (id(m.options), float(m.state["step"]), m.g.dtype, m.p.dtype), m.p.numel()
-        if row and (own != kind or size + more > _PIECE):
-            yield row
-            row, size = [], 0
-        row.append(m)
+        own, more = _kind(m), m.p.numel()
+        limit = _PIECE.get(m.p.device.type, _PIECE["cpu"])
+        if members and (own is None or own != kind or size + more > limit):
+            yield Row(members)
+            members, size = [], 0
+        members.append(m)
         kind, size = own, size + more
-    if row:
-        yield row
+    if members:
+        yield Row(members)
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0].flatten() if len(tensors) == 1 else torch.cat([t.flatten() for t in tensors])
+def _kind(m: Moved) -> tuple[Any, ...] | None:
+    """Parameters of the same kind can stand in a row; None: this one stands alone."""
+    if not m.rule.elementwise or m.p.ndim == 0:
+        return None
+    kind: list[Any] = [id(m.options), m.p.dtype, m.g.dtype, m.p.device]
+    for k, x in m.state.items():
+        if _of_each(x, m.p):
+            kind.append((k, x.dtype))
+        elif isinstance(x, Tensor) and (x.numel() != 1 or x.device.type != "cpu"):
+            return None  # on the device: to compare it would be to wait
+        else:
+            kind.append((k, float(x) if isinstance(x, Tensor) else x))
+    return tuple(kind)

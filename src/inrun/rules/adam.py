@@ -32,6 +32,7 @@ from inrun.rules.common import (
     average,
     effective_gradient,
     l2,
+    ratio,
     scalar,
     sign,
     step_count,
@@ -59,12 +60,6 @@ def _largest(b: Tensor, s: State, o: Options) -> Tensor:
     return b if largest is None else torch.maximum(largest, b)
 
 
-def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """numerator / denominator, and 0 where the denominator is 0."""
-    zero = denominator == 0
-    return torch.where(zero, 0.0, numerator / torch.where(zero, 1.0, denominator))
-
-
 def factor(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     """The secant, with no difference of nearly equal numbers (ĝ₀ = 0):
 
@@ -84,9 +79,9 @@ def factor(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     b0, rise = c.beta2 * v, (1 - c.beta2) * end * end
     top0, top = _largest(b0, s, o), _largest(b0 + rise, s, o)
     r0, r = (top0 / c.c2).sqrt(), (top / c.c2).sqrt()
-    rho = _ratio((1 - c.beta2) * end / c.c2, r + r0)
+    rho = ratio((1 - c.beta2) * end / c.c2, r + r0)
     if o["amsgrad"]:
-        rho = rho * torch.where(top0 > b0, _ratio(top - top0, rise).clamp(max=1), 1.0)
+        rho = rho * torch.where(top0 > b0, ratio(top - top0, rise).clamp(max=1), 1.0)
     K = ((1 - c.beta1) - rho * c.beta1 * m / (r0 + c.eps)) / (r + c.eps)
     return torch.where((g == 0) & (r == 0), 0.0, sign(o) * c.size * K)
 
@@ -106,7 +101,7 @@ def derivative(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     top = _largest(b, s, o)
     r = (top / c.c2).sqrt()
     slope = (1 - c.beta1) * (c.beta2 * v + c.c2 * c.eps * r) - c.beta1 * (1 - c.beta2) * m * end
-    J = _ratio(slope / c.c2, r) / (r + c.eps) ** 2
+    J = ratio(slope / c.c2, r) / (r + c.eps) ** 2
     J = torch.where(top > b, (1 - c.beta1) / (r + c.eps), J)
     return sign(o) * c.size * J
 
@@ -140,7 +135,7 @@ def shift(g: Tensor, w: Tensor, s: State, o: Options, x: float) -> tuple[Tensor,
 
 _CLOSED = {
     "decay": decoupled_decay, "factor": factor, "derivative": derivative, "fused": fused,
-    "shift": shift
+    "shift": shift, "elementwise": True,
 }  # fmt: skip
 
 

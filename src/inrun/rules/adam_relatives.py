@@ -10,22 +10,28 @@ import torch
 from torch import Tensor
 from torch.optim import Adamax, NAdam, RAdam
 
-from inrun.rules.base import Options, State, decoupled_decay, learning_rate, register_optimizer
+from inrun.rules.base import (
+    Options,
+    State,
+    decoupled_decay,
+    divided_difference,
+    learning_rate,
+    register_optimizer,
+)
 from inrun.rules.common import (
     Scalar,
     average,
     effective_gradient,
+    l2,
+    ratio,
     running_scalar,
+    sign,
     step_count,
 )
 
 
-@register_optimizer(NAdam, decay=decoupled_decay)
-def nadam(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
-    """η [ (1−μ_t)/(1−P)·ĝ + μ_{t+1}/(1−Pμ_{t+1})·a ] / (√(b/c₂) + ε).
-
-    μ_t = β₁(1 − ½·0.96^{tψ}), ψ ``momentum_decay``, and P = μ₁⋯μ_t, kept in ``mu_product``.
-    """
+def _nadam_sizes(g: Tensor, s: State, o: Options) -> tuple[Scalar, Scalar, Scalar]:
+    """η(1−μ_t)/(1−P), η·μ_{t+1}/(1−Pμ_{t+1}) and c₂."""
     lr, (beta1, beta2), psi = learning_rate(o), o["betas"], o["momentum_decay"]
     t = step_count(s, o, g)
     mu = beta1 * (1 - 0.5 * 0.96 ** (t * psi))
@@ -34,14 +40,38 @@ def nadam(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     P: Scalar = running_scalar(s, "mu_product", 1.0, home) * mu  # rounded as it is kept
     if P.device.type == "cpu" and not (o.get("capturable") or o.get("differentiable")):
         P = P.item()
+    return lr * (1 - mu) / (1 - P), lr * mu_next / (1 - P * mu_next), 1 - beta2**t
+
+
+def nadam_factor(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
+    """As Adam's (adam.py), with other sizes for ĝ and for a."""
+    if isinstance(l2(w, g, o), Tensor):
+        return divided_difference(nadam, g, w, s, o)
+    (beta1, beta2), zero = o["betas"], torch.zeros_like(g)
+    for_g, for_a, c2 = _nadam_sizes(g, s, o)
+    end = effective_gradient(g, w, o)
+    m, b0 = s.get("exp_avg", zero), beta2 * s.get("exp_avg_sq", zero)
+    r0, r = (b0 / c2).sqrt(), ((b0 + (1 - beta2) * end * end) / c2).sqrt()
+    rho = ratio((1 - beta2) * end / c2, r + r0)
+    K = for_g + for_a * ((1 - beta1) - rho * beta1 * m / (r0 + o["eps"]))
+    return torch.where((g == 0) & (r == 0), 0.0, sign(o) * K / (r + o["eps"]))
+
+
+@register_optimizer(NAdam, decay=decoupled_decay, factor=nadam_factor, elementwise=True)
+def nadam(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
+    """η [ (1−μ_t)/(1−P)·ĝ + μ_{t+1}/(1−Pμ_{t+1})·a ] / (√(b/c₂) + ε).
+
+    μ_t = β₁(1 − ½·0.96^{tψ}), ψ ``momentum_decay``, and P = μ₁⋯μ_t, kept in ``mu_product``.
+    """
+    beta1, beta2 = o["betas"]
+    for_g, for_a, c2 = _nadam_sizes(g, s, o)
     end = effective_gradient(g, w, o)
     a = average(s.get("exp_avg"), end, beta1)
     b = average(s.get("exp_avg_sq"), end * end, beta2)
-    direction = lr * (1 - mu) / (1 - P) * end + lr * mu_next / (1 - P * mu_next) * a
-    return direction / ((b / (1 - beta2**t)).sqrt() + o["eps"])
+    return (for_g * end + for_a * a) / ((b / c2).sqrt() + o["eps"])
 
 
-@register_optimizer(RAdam, decay=decoupled_decay)
+@register_optimizer(RAdam, decay=decoupled_decay, elementwise=True)
 def radam(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     """(η/c₁)·a·(rect·√c₂/(√b + ε)), or (η/c₁)·a while the length ρ_t of the average is at most 5.
 
@@ -68,7 +98,7 @@ def _rectify(rho: Scalar, rho_inf: float, c2: Scalar) -> Scalar:
     return (rect * c2) ** 0.5
 
 
-@register_optimizer(Adamax)
+@register_optimizer(Adamax, elementwise=True)
 def adamax(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     """(η/c₁)·a / max(β₂u, |ĝ| + ε): ε is inside the maximum."""
     beta1, beta2 = o["betas"]

@@ -74,3 +74,9 @@ def running_scalar(s: State, name: str, initial: Scalar, device: torch.device | 
     if isinstance(initial, Tensor):
         return initial.to(dtype)
     return torch.full((), initial, dtype=dtype, device=device)
+
+
+def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """numerator / denominator, and 0 where the denominator is 0."""
+    zero = denominator == 0
+    return torch.where(zero, 0.0, numerator / torch.where(zero, 1.0, denominator))

@@ -30,7 +30,7 @@ def sgd_factor(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     return torch.ones_like(g) * (sign(o) * learning_rate(o) * _sgd_gain(s, o))
 
 
-@register_optimizer(SGD, factor=sgd_factor, derivative=sgd_factor, adaptive=False)
+@register_optimizer(SGD, factor=sgd_factor, derivative=sgd_factor, adaptive=False, elementwise=True)
 def sgd(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     """η·b, or η(ĝ + μb) with nesterov, b = μ·b₋ + (1 − τ)ĝ; the first step has b = ĝ, undampened.
 
@@ -49,7 +49,9 @@ def asgd_factor(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     return torch.ones_like(g) * (sign(o) * _eta(g, s, o))
 
 
-@register_optimizer(ASGD, factor=asgd_factor, derivative=asgd_factor, adaptive=False)
+@register_optimizer(
+    ASGD, factor=asgd_factor, derivative=asgd_factor, adaptive=False, elementwise=True
+)
 def asgd(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     """η_t(ĝ + λw): the step of the weights themselves, not of their running average ``ax``.
 

@@ -1,0 +1,83 @@
+"""Parameters computed in one piece have the same maps and weights as each on its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import optim
+
+from inrun import direction
+from inrun.direction import Moved, Path
+from inrun.rules import rule_for
+
+SHAPES = [(3, 4), (5,), (), (2, 3, 2), (7,), (1,), (40, 30)]
+OPTIMIZERS = {
+    "sgd": (optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "sgd without momentum": (optim.SGD, {}),
+    "asgd": (optim.ASGD, {}),
+    "adam": (optim.Adam, {"weight_decay": 0.1}),
+    "adamw": (optim.AdamW, {}),
+    "adamw amsgrad": (optim.AdamW, {"amsgrad": True}),
+    "nadam": (optim.NAdam, {}),
+    "radam": (optim.RAdam, {}),
+    "adamax": (optim.Adamax, {}),
+    "adagrad": (optim.Adagrad, {"lr_decay": 0.1}),
+    "adadelta": (optim.Adadelta, {}),
+    "rmsprop": (optim.RMSprop, {"centered": True, "momentum": 0.5}),
+    "adafactor": (optim.Adafactor, {}),
+}
+
+
+def moved(cls: type[optim.Optimizer], options: dict[str, object], steps: int) -> list[Moved]:
+    """Two groups, one parameter that missed a step, so that its count differs, and one new."""
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(s, dtype=torch.float64)) for s in SHAPES]
+    late = torch.nn.Parameter(torch.randn(4, dtype=torch.float64))
+    groups = [{"params": params[:4]}, {"params": [*params[4:], late], "lr": 3e-3}]
+    optimizer = cls(groups, lr=1e-2, **options)  # type: ignore[call-arg]
+    for step in range(steps + 1):
+        for i, p in enumerate(params):
+            p.grad = None if (step, i) == (1, 1) else torch.randn_like(p)
+        late.grad = torch.randn_like(late) if step == steps else None
+        if step < steps:
+            optimizer.step()
+    rule = rule_for(optimizer)
+    return [
+        Moved.of(p, p.grad, rule, optimizer.state.get(p, {}), group)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.grad is not None
+    ]
+
+
+@pytest.mark.parametrize("kind", ["secant", "tangent", "sgd"])
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@torch.no_grad()
+def test_rows_change_nothing(name, steps, kind, monkeypatch):
+    every = moved(*OPTIMIZERS[name], steps)
+    found = []
+    for piece in (2**18, 1):
+        monkeypatch.setitem(direction._PIECE, "cpu", piece)
+        path = Path(every)
+        maps = path.maps(kind, None if kind != "secant" else 0.5)
+        with path.weights(0.5):
+            weights = [m.p.data.clone() for m in every]
+        vectors = [torch.ones_like(m.p) * 0.7 for m in every]
+        found.append(([f(v) for f, v in zip(maps, vectors, strict=True)], weights, path))
+    (u, w, joined), (u1, w1, single) = found
+    assert len(single._rows) == len(every)
+    if name != "adafactor":  # which looks at whole parameters
+        assert len(joined._rows) < len(every)
+    for a, b in (*zip(u, u1, strict=True), *zip(w, w1, strict=True)):
+        assert a.shape == b.shape
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
+
+
+def test_rows_end_at_their_limit(monkeypatch):
+    every = moved(optim.AdamW, {}, 2)
+    monkeypatch.setitem(direction._PIECE, "cpu", 20)
+    rows = Path(every)._rows
+    assert [m for row in rows for m in row.members] == every
+    assert all(len(r.members) == 1 or r.whole().p.numel() <= 20 for r in rows)
+    assert any(len(r.members) > 1 for r in rows)
