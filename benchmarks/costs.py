@@ -51,7 +51,7 @@ GPU: dict[str, dict[str, Any]] = {
     "convnet": {"model": "convnet", "mode": "eager", "batch": 256, "variants": ALL},
 }
 CPU: dict[str, dict[str, Any]] = {
-    "gpt-4x128": SMALL | {"variants": ALL, "steps": 25, "rounds": 5},
+    "gpt-4x128": SMALL | {"variants": ALL, "steps": 120, "rounds": 12},
     "batch-4": SMALL | {"variants": PAIR, "batch": 4},
     "batch-64": SMALL | {"variants": PAIR, "batch": 64},
     "length-32": SMALL | {"variants": PAIR, "length": 32},
@@ -64,7 +64,8 @@ CPU: dict[str, dict[str, Any]] = {
 }
 LISTS = {
     "cuda": {k: QUICK | x for k, x in GPU.items()},
-    "cpu": {k: QUICK | {"mode": "eager", "rounds": 3} | x for k, x in CPU.items()},
+    # a CPU is seldom alone: many short turns
+    "cpu": {k: QUICK | {"mode": "eager", "steps": 40, "rounds": 8} | x for k, x in CPU.items()},
 }
 
 
