@@ -76,11 +76,7 @@ class Moved:
         return w.to(self.p.dtype)
 
     def map(self, kind: str) -> LinearMap:
-        """The estimator's linear map for this parameter."""
-        if kind == "sgd":
-            lr = learning_rate(self.options)
-            lr = -lr if self.options.get("maximize") else lr
-            return Scale(lr * torch.ones(self.g.shape, dtype=self.g.dtype, device=self.g.device))
+        """The linear map of the secant or the tangent for this parameter."""
         make = self.rule.secant if kind == "secant" else self.rule.tangent
         return make(self.g, self.p.detach(), self.state, self.options)
 
@@ -116,7 +112,7 @@ class Path:
     def maps(self, kind: str, x: float | None) -> list[LinearMap]:
         """The linear maps of an estimator that needs the point ``x`` next (one pass for both)."""
         if kind == "sgd":
-            return [m.map(kind) for m in self.moved]
+            return _proxy(self.moved)
         if self._fused is None:
             found = [row.work(kind, x) for row in self._rows]
             if x is not None:
@@ -193,6 +189,25 @@ def _fused(moved: Sequence[Moved]) -> kernels.AdamStep | None:
     return step if step.usable() else None
 
 
+def _proxy(moved: Sequence[Moved]) -> list[LinearMap]:
+    """The maps of the SGD proxy: K is the learning rate. Filled group by group: a model has many
+    parameters, and each fill is a launch."""
+    factors = [torch.empty(m.g.shape, dtype=m.g.dtype, device=m.g.device) for m in moved]
+    groups: dict[int, list[int]] = {}
+    for i, m in enumerate(moved):
+        groups.setdefault(id(m.options), []).append(i)
+    for members in groups.values():
+        options, own = moved[members[0]].options, [factors[i] for i in members]
+        lr = learning_rate(options) * (-1.0 if options.get("maximize") else 1.0)
+        if isinstance(lr, Tensor):
+            for K in own:
+                K.fill_(lr)
+        else:
+            torch._foreach_zero_(own)
+            torch._foreach_add_(own, lr)
+    return [Scale(K) for K in factors]
+
+
 @dataclass(eq=False)
 class Row:
     """Neighbours of one kind, computed in one piece: an update that takes each coordinate on its
@@ -259,13 +274,14 @@ _PIECE = {"cpu": 2**18, "cuda": 2**23}
 
 
 def _rows(moved: Sequence[Moved]) -> Iterator[Row]:
+    """Every member begins at a multiple of 8 numbers: kernels want their tensors aligned."""
     members: list[Moved] = []
     kind: Any = None
     size = 0
     for m in moved:
         own, more = _kind(m), m.p.numel()
         limit = _PIECE.get(m.p.device.type, _PIECE["cpu"])
-        if members and (own is None or own != kind or size + more > limit):
+        if members and (own is None or own != kind or size % 8 or size + more > limit):
             yield Row(members)
             members, size = [], 0
         members.append(m)

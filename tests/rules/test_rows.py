@@ -10,7 +10,7 @@ from inrun import direction
 from inrun.direction import Moved, Path
 from inrun.rules import rule_for
 
-SHAPES = [(3, 4), (5,), (), (2, 3, 2), (7,), (1,), (40, 30)]
+SHAPES = [(4, 4), (8,), (5,), (), (2, 3, 4), (7,), (16,), (40, 30), (1,)]
 OPTIMIZERS = {
     "sgd": (optim.SGD, {"momentum": 0.9, "nesterov": True}),
     "sgd without momentum": (optim.SGD, {}),
@@ -33,11 +33,11 @@ def moved(cls: type[optim.Optimizer], options: dict[str, object], steps: int) ->
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(s, dtype=torch.float64)) for s in SHAPES]
     late = torch.nn.Parameter(torch.randn(4, dtype=torch.float64))
-    groups = [{"params": params[:4]}, {"params": [*params[4:], late], "lr": 3e-3}]
+    groups = [{"params": params[:5]}, {"params": [*params[5:], late], "lr": 3e-3}]
     optimizer = cls(groups, lr=1e-2, **options)  # type: ignore[call-arg]
     for step in range(steps + 1):
         for i, p in enumerate(params):
-            p.grad = None if (step, i) == (1, 1) else torch.randn_like(p)
+            p.grad = None if (step, i) == (1, 2) else torch.randn_like(p)
         late.grad = torch.randn_like(late) if step == steps else None
         if step < steps:
             optimizer.step()
@@ -76,8 +76,10 @@ def test_rows_change_nothing(name, steps, kind, monkeypatch):
 
 def test_rows_end_at_their_limit(monkeypatch):
     every = moved(optim.AdamW, {}, 2)
-    monkeypatch.setitem(direction._PIECE, "cpu", 20)
+    monkeypatch.setitem(direction._PIECE, "cpu", 40)
     rows = Path(every)._rows
     assert [m for row in rows for m in row.members] == every
-    assert all(len(r.members) == 1 or r.whole().p.numel() <= 20 for r in rows)
+    assert all(len(r.members) == 1 or r.whole().p.numel() <= 40 for r in rows)
     assert any(len(r.members) > 1 for r in rows)
+    for row in rows:  # aligned: an odd one is the last of its row
+        assert all(m.p.numel() % 8 == 0 for m in row.members[:-1])
