@@ -388,3 +388,51 @@ def test_memory_that_is_used_again_never_holds_another_batch():
     assert used and not none  # the memory was in use
     np.testing.assert_array_equal(found["id"], expected["id"])
     np.testing.assert_allclose(found["value"], expected["value"], rtol=1e-9, atol=1e-15)
+
+
+def test_memory_of_failed_batches_and_closed_runs_is_free():
+    torch.manual_seed(0)
+    model = deep().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run = inrun.watch(
+        model, optimizer, validation=[(X[40:], Y[40:])], loss=loss, form="materialise"
+    )
+    blocks = run._capture.blocks
+    sizes = []
+    for failures in (0, 0, 5, 0):
+        for _ in range(failures):
+            with pytest.raises(RuntimeError, match="stop"), run.batch(range(6)):
+                loss(model, (X[:6], Y[:6])).backward()
+                raise RuntimeError("stop")
+            optimizer.zero_grad()
+        with run.batch(range(6)):
+            last = loss(model, (X[:6], Y[:6]))
+            last.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sizes.append(len(blocks._memory))
+    assert sizes[0] > 0 and len(set(sizes)) == 1
+    run.close()
+    assert last.grad_fn is not None and len(blocks._memory) == 0  # though the graph is still there
+
+
+def test_a_step_without_memory_to_keep_is_a_step(monkeypatch):
+    """Where the system refuses so much at once, gradients are formed as before."""
+    from inrun.ops.records import Blocks
+
+    blocks = Blocks()
+    like = torch.zeros(1, dtype=torch.float64)
+    assert blocks.take((4, 4), like) is None
+    with monkeypatch.context() as m:
+        empty = torch.empty
+
+        def refusing(n, **options):
+            if n:
+                raise RuntimeError("not enough memory")
+            return empty(n, **options)
+
+        m.setattr(torch, "empty", refusing)
+        blocks.over()
+    assert blocks.take((4, 4), like) is None
+    blocks.over()
+    assert blocks.take((4, 4), like) is not None

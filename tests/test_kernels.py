@@ -138,6 +138,36 @@ def contracted(B, Q, dtype, layout, with_K=1, with_G=1):
     return {"values": float(error.nan_to_num(nan=1e9).max())}
 
 
+def whole_contraction():
+    """From records to values, by kernels and without: weights in another memory order, a direction
+    off its alignment, gradients of two types beside each other."""
+    from inrun import kernels
+    from inrun.contraction import Direction, contract
+    from inrun.nodes import Node
+    from inrun.ops import Dense
+    from inrun.tap import MicroBatch
+
+    torch.manual_seed(0)
+    B, Q = 5, 2
+    shapes = {"conv": (16, 4, 3, 3), "bias": (16,), "half": (32,), "odd": (7,)}
+    micro, u, G = MicroBatch(B), {}, {}
+    for name, shape in shapes.items():
+        rows = torch.randn(B, *shape)
+        micro.add(Node.parameter(name, torch.nn.Parameter(torch.zeros(shape))), Dense(rows))
+        v = torch.randn(Q * rows[0].numel() + 1)[1:].view(Q, *shape)  # not aligned
+        K = torch.randn(shape)
+        if name == "conv":
+            K = K.to(memory_format=torch.channels_last)
+        G[name] = rows.sum(0).to(torch.bfloat16 if name == "half" else torch.float32)
+        u[name] = Direction(v, K)
+    found = []
+    for kernel in (True, False):
+        kernels.usable = lambda tensors, yes=kernel: yes
+        kernels.usable_rows = lambda grads, yes=kernel: yes
+        found.append(torch.cat([x.flatten() for x in contract(u, G, [micro])]))
+    return {"values": float((found[0] - found[1]).abs().max() / found[1].abs().max())}
+
+
 def _error(got, expected):
     got = got.double()
     scale = expected.abs().max()
@@ -157,6 +187,7 @@ def main():
         found[f"contract {name}"] = contracted(*case)
     for name, (B, Q, K, G) in PLAIN.items():
         found[f"plain {name}"] = contracted(B, Q, "float32", "dense", K, G)
+    found["whole contraction"] = whole_contraction()
     tensors = [torch.zeros(s) for s in SHAPES]
     places = kernels.alike(tensors, torch.bfloat16)
     fits = all(a.shape == b.shape and a.data_ptr() % 16 == places[0].data_ptr() % 16
@@ -198,6 +229,10 @@ def test_contract(errors, name):
 @pytest.mark.parametrize("name", PLAIN)
 def test_contract_without_factors_or_gradients(errors, name):
     assert errors[f"plain {name}"]["values"] < 1e-5
+
+
+def test_kernels_and_plain_code_agree_on_any_memory(errors):
+    assert errors["whole contraction"]["values"] < 1e-5
 
 
 def test_memory_in_one_piece(errors):

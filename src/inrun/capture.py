@@ -95,7 +95,7 @@ class Capture(Provenance):
         self.live = MicroBatch(B)
         self._forget_tensors()
         try:
-            with self._stance(), self._mode:
+            with self.blocks.undone_if_it_fails(), self._stance(), self._mode:
                 yield self.live
             if not self.live.fired:
                 raise nothing_recorded(
@@ -116,7 +116,8 @@ class Capture(Provenance):
 
     def close(self) -> None:
         self._backend.close()
-        self._recall, self.blocks = Recall(self._find), Blocks()
+        self._recall = Recall(self._find)
+        self.blocks.free()
 
     # For compiled graphs (compiled.py)
 
@@ -272,7 +273,7 @@ class Capture(Provenance):
         device = out.device.type
         on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         self.live.autocast = device, on, dtype
-        blocks = None if self._planning else self.blocks
+        blocks = self.blocks if device == "cpu" and not self._planning else None
         call = call.with_(autocast=self.live.autocast, blocks=blocks)
         tap = Tapped(met.rule, self.live, met.detached, met.summed, self.receive)
         extras = [self.trigger] if self.probe else [leaves[i] for i in met.summed]

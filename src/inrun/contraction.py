@@ -44,20 +44,17 @@ def contract(
             for record in records:
                 record = record.to(some.device)
                 if type(record) is Dense and node.param is not None:
-                    # v and K are ours, and in order
-                    by_kernel = kernels.usable_rows(record.grads)
-                    kind = by_kernel, record.grads.dtype, u[node.name].v.dtype
-                    dense.setdefault(kind, []).append((node.name, record.grads))
+                    k, rows = node.name, record.grads
+                    kind = kernels.usable_rows(rows), rows.dtype, u[k].v.dtype, G[k].dtype
+                    dense.setdefault(kind, []).append((k, rows))
                 else:
                     total += _plain(node, record, u)
-        for (by_kernel, *_), rows in dense.items():
-            names = [k for k, _ in rows]
+        for (by_kernel, *_), pairs in dense.items():
+            names = [k for k, _ in pairs]
             whole = covered.isdisjoint(names)
             if by_kernel:
                 whole = whole and kernels.usable([G[k] for k in names])
-                total_g = _fused(rows, u, G if whole else None)
-            else:
-                total_g = _joined(rows, u, G)
+            total_g = (_fused if by_kernel else _joined)(pairs, u, G if whole else None)
             total += total_g[:, :-1]
             if whole:
                 expected += total_g[:, -1]
@@ -88,15 +85,15 @@ def _fused(
     rows: Sequence[tuple[str, Tensor]], u: Mapping[str, Direction], G: Mapping[str, Tensor] | None
 ) -> Tensor:
     names = [k for k, _ in rows]
-    factors = [x for k in names if (x := u[k].K) is not None]
+    factors = [kernels.in_order(x) for k in names if (x := u[k].K) is not None]
     K = factors if len(factors) == len(names) else None
-    v = [u[k].v if K is not None else u[k].full.contiguous() for k in names]
+    v = [kernels.in_order(u[k].v if K is not None else u[k].full) for k in names]
     own = None if G is None else [G[k] for k in names]
     return kernels.contract([g for _, g in rows], K, v, own)
 
 
 def _joined(
-    rows: Sequence[tuple[str, Tensor]], u: Mapping[str, Direction], G: Mapping[str, Tensor]
+    rows: Sequence[tuple[str, Tensor]], u: Mapping[str, Direction], G: Mapping[str, Tensor] | None
 ) -> Tensor:
     """The same without a kernel: small tensors (the many vectors of a model) in one product."""
     groups = [[x] for x in rows if x[1].numel() > _SMALL]
@@ -105,7 +102,9 @@ def _joined(
     for group in [*groups, small] if small else groups:
         d = _side_by_side([u[k].full for k, _ in group])
         g = _side_by_side([wide(x) for _, x in group])
-        own = _side_by_side([G[k][None] for k, _ in group]).to(d.dtype)
+        own = d.new_zeros(1, d.shape[1])
+        if G is not None:
+            own = _side_by_side([G[k][None] for k, _ in group]).to(d.dtype)
         found.append(torch.cat([d @ g.T, d @ own.T], dim=1))
     return torch.stack(found).sum(0, dtype=torch.float64)
 

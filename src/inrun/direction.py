@@ -95,7 +95,8 @@ class Static:
 
     def like(self, params: Sequence[Tensor], x: float) -> list[Tensor]:
         kept = self._kept.get(x, [])
-        if [(t.shape, t.dtype) for t in kept] != [(p.shape, p.dtype) for p in params]:
+        own = [(p.shape, p.dtype, p.device) for p in params]
+        if [(t.shape, t.dtype, t.device) for t in kept] != own:
             kept = self._kept[x] = kernels.alike(params, params[0].dtype)
         return kept
 
@@ -114,8 +115,8 @@ class Path:
         if kind == "sgd":
             return _proxy(self.moved)
         if self._fused is None:
-            found = [row.work(kind, x) for row in self._rows]
-            if x is not None:
+            found = [row.work(kind, None if x in self._points else x) for row in self._rows]
+            if x is not None and x not in self._points:
                 self._points[x] = self._kept(x, [w for _, weights in found for w in weights])
             return [f for maps, _ in found for f in maps]
         weights, factors = kernels.shift(self._fused, x, kind, self._memory(x))
@@ -253,7 +254,7 @@ class Row:
         if len(self.members) == 1:
             return [f], weights
         K = f.K if isinstance(f, Scale) else f(torch.ones_like(m.g))  # J is diagonal
-        return [Scale(k) for k in self.split(K)], weights
+        return [Scale(k) for k in self.split(K.expand_as(m.g))], weights
 
 
 def _quick(m: Moved) -> bool:
@@ -261,7 +262,10 @@ def _quick(m: Moved) -> bool:
     if m.rule.shift is None or m.rule.fused is None or "exp_avg" not in m.state:
         return False
     numbers = m.rule.fused(m.options)
-    return numbers is not None and not any(map(torch.is_tensor, numbers))
+    if numbers is None or any(map(torch.is_tensor, numbers)):
+        return False
+    step = m.state["step"]
+    return not isinstance(step, Tensor) or step.device.type == "cpu"  # else it would be read back
 
 
 def _of_each(x: Any, p: Tensor) -> bool:
@@ -298,8 +302,10 @@ def _kind(m: Moved) -> tuple[Any, ...] | None:
     for k, x in m.state.items():
         if _of_each(x, m.p):
             kind.append((k, x.dtype))
-        elif isinstance(x, Tensor) and (x.numel() != 1 or x.device.type != "cpu"):
-            return None  # on the device: to compare it would be to wait
-        else:
-            kind.append((k, float(x) if isinstance(x, Tensor) else x))
+        elif isinstance(x, Tensor) and x.numel() == 1 and x.device.type == "cpu":
+            kind.append((k, float(x)))
+        elif x is None or isinstance(x, (bool, int, float)):
+            kind.append((k, x))
+        else:  # a number on the device, say: to compare it would be to wait
+            return None
     return tuple(kind)

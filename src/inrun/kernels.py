@@ -46,6 +46,13 @@ def usable_rows(grads: Tensor) -> bool:
     return grads.data_ptr() % 16 == 0 and (grads.is_contiguous() or grads[0].is_contiguous())
 
 
+def in_order(x: Tensor) -> Tensor:
+    """As the kernels read it: number after number from an aligned address."""
+    if x.is_contiguous() and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 Numbers = tuple[Any, Any, float, Any, Any]  # β₁, β₂, ε, η, decay of a parameter group
 
 

@@ -208,8 +208,8 @@ class Run(Summary, Tables):
             with torch.no_grad():
                 self._record()
         finally:
-            self._forget()
             self.step += 1
+            self._forget()
         return changed
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -83,3 +83,29 @@ def test_rows_end_at_their_limit(monkeypatch):
     assert any(len(r.members) > 1 for r in rows)
     for row in rows:  # aligned: an odd one is the last of its row
         assert all(m.p.numel() % 8 == 0 for m in row.members[:-1])
+
+
+@pytest.mark.parametrize("kind", ["secant", "tangent", "sgd"])
+@torch.no_grad()
+def test_nothing_is_read_back_from_the_device(kind):
+    """Step counts on the device (fused AdamW): on the meta device every reading raises."""
+    option = optim.AdamW([torch.nn.Parameter(torch.zeros(8))], fused=True)
+    group = option.param_groups[0]
+    there = [
+        Moved.of(
+            torch.nn.Parameter(torch.zeros(8, 8, device="meta")),
+            torch.zeros(8, 8, device="meta"),
+            rule_for(option),
+            {
+                "step": torch.zeros((), device="meta"),
+                "exp_avg": torch.zeros(8, 8, device="meta"),
+                "exp_avg_sq": torch.zeros(8, 8, device="meta"),
+            },
+            group,
+        )
+        for _ in range(3)
+    ]
+    path = Path(there)
+    maps = path.maps(kind, 0.5 if kind == "secant" else None)
+    with path.weights(0.5):
+        assert len(maps) == len(path._rows) == 3

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -90,14 +91,14 @@ class Blocks:
     training's own tensors it would cut their memory into pieces. A GPU's allocator needs no help.
     """
 
+    _memory: Tensor
+    _used: int  # bytes, those that did not fit too
+
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._used = 0  # bytes, those that did not fit too
+        self.free()
 
     def take(self, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
         """Memory to write to, until ``over``; None where there is none (the first time)."""
-        if like.device.type != "cpu":
-            return None
         size = math.prod(shape) * like.element_size()
         start, self._used = self._used, self._used + -(-size // 64) * 64
         if self._used > len(self._memory):
@@ -106,9 +107,26 @@ class Blocks:
 
     def over(self) -> None:
         """The step is over: what was taken is free, and as much will be wanted again."""
-        if self._used and not self._used <= len(self._memory) <= 2 * self._used:
-            self._memory = torch.empty(self._used, dtype=torch.uint8, device="cpu")
+        used = self._used
+        if used and not used <= len(self._memory) <= 2 * used:
+            self.free()
+            with suppress(RuntimeError):  # not so much at once: without, then
+                self._memory = torch.empty(used, dtype=torch.uint8, device="cpu")
         self._used = 0
+
+    def free(self) -> None:
+        """Let go of the memory, whoever keeps this."""
+        self._memory, self._used = torch.empty(0, dtype=torch.uint8, device="cpu"), 0
+
+    @contextmanager
+    def undone_if_it_fails(self) -> Iterator[None]:
+        """What a batch took is free again if it raises."""
+        before = self._used
+        try:
+            yield
+        except BaseException:
+            self._used = min(before, self._used)
+            raise
 
 
 @dataclass(eq=False)
@@ -202,9 +220,11 @@ class Pair(Record):
 
     def materialised(self, blocks: Blocks | None) -> Dense:
         """The gradients, written to memory that is there already where possible."""
+        if blocks is None:
+            return Dense(self.rows())
         left, right = self._factors()
-        place = None if blocks is None else blocks.take((len(left), *self.shape), left)
-        return Dense(self.rows() if place is None else torch.bmm(left.mT, right, out=place))
+        place = blocks.take((len(left), *self.shape), left)
+        return Dense(left.mT @ right if place is None else torch.bmm(left.mT, right, out=place))
 
     def groups(self, sizes: Sequence[int]) -> Tensor:
         return _merged(self, sizes)

@@ -18,21 +18,24 @@ from inrun.rules.base import (
     divided_difference,
     learning_rate,
     register_optimizer,
-    untouched,
 )
 from inrun.rules.common import average, effective_gradient, l2, sign, step_count
 
 
 def _secant(
-    update: Callable[[], UpdateMap], gain: Callable[[Tensor, Tensor, State, Options], Tensor]
+    update: Callable[[], UpdateMap],
+    gain: Callable[[Tensor, Tensor, State, Options], Tensor],
+    size: str,
 ) -> UpdateMap:
-    """K = γ(ĝ), ``gain``; with L2 decay the difference of ``update`` at both ends."""
+    """K = γ(ĝ), ``gain``, and 0 where g and the running ``size`` are; with L2 decay the difference
+    of ``update`` at both ends."""
 
     def factor(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
         if isinstance(l2(w, g, o), Tensor):
             return divided_difference(update(), g, w, s, o)
         K = sign(o) * gain(effective_gradient(g, w, o), g, s, o)
-        return torch.where((g == 0) & untouched(s, g), 0.0, K)
+        still = (g == 0) & (s.get(size, torch.zeros_like(g)) == 0)
+        return torch.where(still, 0.0, K)
 
     return factor
 
@@ -43,7 +46,9 @@ def _adagrad_gain(end: Tensor, g: Tensor, s: State, o: Options) -> Tensor:
     return lr / (total.sqrt() + o["eps"])
 
 
-@register_optimizer(Adagrad, factor=_secant(lambda: adagrad, _adagrad_gain), elementwise=True)
+@register_optimizer(
+    Adagrad, factor=_secant(lambda: adagrad, _adagrad_gain, "sum"), elementwise=True
+)
 def adagrad(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     """η_t·ĝ / (√(G + ĝ²) + ε), η_t = η / (1 + (t−1)·``lr_decay``), G ``sum``."""
     end = effective_gradient(g, w, o)
@@ -56,7 +61,9 @@ def _adadelta_gain(end: Tensor, g: Tensor, s: State, o: Options) -> Tensor:
     return learning_rate(o) * (past / (b + o["eps"]).sqrt())
 
 
-@register_optimizer(Adadelta, factor=_secant(lambda: adadelta, _adadelta_gain), elementwise=True)
+@register_optimizer(
+    Adadelta, factor=_secant(lambda: adadelta, _adadelta_gain, "square_avg"), elementwise=True
+)
 def adadelta(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     """η·ĝ·√(D + ε) / √(b + ε), b = ρv + (1−ρ)ĝ²: v ``square_avg``, D ``acc_delta``, ρ ``rho``.
 
@@ -74,7 +81,9 @@ def _rmsprop_gain(end: Tensor, g: Tensor, s: State, o: Options) -> Tensor:
     return learning_rate(o) / (b.sqrt() + o["eps"])
 
 
-@register_optimizer(RMSprop, factor=_secant(lambda: rmsprop, _rmsprop_gain), elementwise=True)
+@register_optimizer(
+    RMSprop, factor=_secant(lambda: rmsprop, _rmsprop_gain, "square_avg"), elementwise=True
+)
 def rmsprop(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     """η(μB + ĝ/(√b + ε)), b = αv + (1−α)ĝ², less the square of the averaged ĝ when ``centered``.
 

@@ -72,8 +72,8 @@ class Rule:
         decay: the factor on the weights, a function of the options.
         coordinatewise: each coordinate of the update depends on that coordinate of g alone (or is
             well enough described so: see Adafactor). False: the secant is a path integral.
-        elementwise: nothing but the coordinate's own gradient, weight and state counts, not the
-            shape of the parameter either: several parameters can be computed in one piece.
+        elementwise: coordinate-wise, and nothing but the coordinate's own gradient, weight and
+            state counts, not the parameter's shape: several can be computed in one piece.
         adaptive: the update is scaled by the gradients' own size, so that tiny gradients count.
         factor: a closed form of K without cancellation, where there is one.
         derivative: a closed form of the diagonal of J, where there is one.
@@ -160,7 +160,7 @@ def divided_difference(update: UpdateMap, g: Tensor, w: Tensor, s: State, o: Opt
     g64, s64 = _raise(g, s, widest(g.device))
     out, pullback = _pullback(update, g64, w, s64, o)
     K = (out - update(torch.zeros_like(g64), w, s64, o)) / torch.where(g64 == 0, 1.0, g64)
-    limit = torch.where(untouched(s64, g64), 0.0, pullback(torch.ones_like(g64)))
+    limit = torch.where(_untouched(s64, g64), 0.0, pullback(torch.ones_like(g64)))
     return torch.where(g64 == 0, limit, K).to(g.dtype)
 
 
@@ -214,7 +214,7 @@ def _raise(g: Tensor, s: State, dtype: torch.dtype) -> tuple[Tensor, dict[str, A
     return g.to(wide), {name: convert(name, x) for name, x in s.items()}
 
 
-def untouched(s: State, g: Tensor) -> Tensor:
+def _untouched(s: State, g: Tensor) -> Tensor:
     """Where every state entry of the parameter's shape is 0 (all of it before the first step)."""
     still = torch.ones_like(g, dtype=torch.bool)
     for name, x in s.items():
