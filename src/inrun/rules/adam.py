@@ -31,7 +31,7 @@ from inrun.rules.common import (
     Scalar,
     average,
     effective_gradient,
-    l2,
+    has_l2,
     ratio,
     scalar,
     sign,
@@ -70,7 +70,7 @@ def factor(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     v = ĝ = 0. L2 decay moves both ends of the secant by ĝ₀, and near the first step they then lie
     on the same side of what is almost a sign function: the float64 difference serves there.
     """
-    if isinstance(l2(w, g, o), Tensor):
+    if has_l2(o):
         return divided_difference(adam, g, w, s, o)
     c = _scalars(g, s, o)
     zero = torch.zeros_like(g)
@@ -109,9 +109,7 @@ def derivative(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
 def fused(o: Options) -> Numbers | None:
     """For the kernel that computes the same for all parameters at once."""
     in_tensor = (o.get("capturable") or o.get("differentiable")) and not o.get("fused")
-    decay = scalar(o["weight_decay"])
-    inside = not o.get("decoupled_weight_decay") and (isinstance(decay, Tensor) or decay != 0)
-    if in_tensor or inside or o["amsgrad"] or o["maximize"]:
+    if in_tensor or has_l2(o) or o["amsgrad"] or o["maximize"]:
         return None
     return (*o["betas"], o["eps"], learning_rate(o), decoupled_decay(o))
 

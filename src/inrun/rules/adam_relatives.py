@@ -22,7 +22,7 @@ from inrun.rules.common import (
     Scalar,
     average,
     effective_gradient,
-    l2,
+    has_l2,
     ratio,
     running_scalar,
     sign,
@@ -45,7 +45,7 @@ def _nadam_sizes(g: Tensor, s: State, o: Options) -> tuple[Scalar, Scalar, Scala
 
 def nadam_factor(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     """As Adam's (adam.py), with other sizes for ĝ and for a."""
-    if isinstance(l2(w, g, o), Tensor):
+    if has_l2(o):
         return divided_difference(nadam, g, w, s, o)
     (beta1, beta2), zero = o["betas"], torch.zeros_like(g)
     for_g, for_a, c2 = _nadam_sizes(g, s, o)

@@ -19,7 +19,7 @@ from inrun.rules.base import (
     learning_rate,
     register_optimizer,
 )
-from inrun.rules.common import average, effective_gradient, l2, sign, step_count
+from inrun.rules.common import average, effective_gradient, has_l2, sign, step_count
 
 
 def _secant(
@@ -31,7 +31,7 @@ def _secant(
     of ``update`` at both ends."""
 
     def factor(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
-        if isinstance(l2(w, g, o), Tensor):
+        if has_l2(o):
             return divided_difference(update(), g, w, s, o)
         K = sign(o) * gain(effective_gradient(g, w, o), g, s, o)
         still = (g == 0) & (s.get(size, torch.zeros_like(g)) == 0)

@@ -26,12 +26,15 @@ def sign(o: Options) -> float:
     return -1.0 if o.get("maximize") else 1.0
 
 
+def has_l2(o: Options) -> bool:
+    """Is there an L2 penalty on the weights? One that is kept in a tensor is taken for one."""
+    decay = o["weight_decay"]
+    return not o.get("decoupled_weight_decay") and (isinstance(decay, Tensor) or decay != 0)
+
+
 def l2(w: Tensor, g: Tensor, o: Options) -> Tensor | float:
     """ĝ₀ = weight_decay·w, the gradient of the L2 penalty, in the precision of g; 0 without one."""
-    decay = scalar(o["weight_decay"])
-    if o.get("decoupled_weight_decay") or (not isinstance(decay, Tensor) and decay == 0):
-        return 0.0
-    return decay * w.to(g.dtype)
+    return scalar(o["weight_decay"]) * w.to(g.dtype) if has_l2(o) else 0.0
 
 
 def effective_gradient(g: Tensor, w: Tensor, o: Options) -> Tensor:
