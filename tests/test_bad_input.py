@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
+from inrun.scoring import _finite
 
 X, Y = torch.randn(30, 4), torch.randint(0, 3, (30,))
 
@@ -292,6 +293,20 @@ def test_non_finite_training_gradients_make_the_step_void():
     optimizer.step()
     assert "training gradient" in run.steps()["void"][1]
     assert len(run.history()) == 8
+
+
+@pytest.mark.parametrize(
+    ("numbers", "dtype", "finite"),
+    [
+        ([3e38, 3e38], torch.float32, True),  # their sum is not
+        ([6e4] * 8, torch.float16, True),
+        ([float("inf"), -float("inf")], torch.float64, False),
+        ([1.0, float("nan")], torch.float32, False),
+    ],
+)
+def test_large_gradients_are_finite(numbers, dtype, finite):
+    fine = torch.ones(3, dtype=torch.float64)
+    assert bool(_finite([fine, torch.tensor(numbers, dtype=dtype)])) is finite
 
 
 def test_nothing_to_train():

@@ -360,10 +360,12 @@ def _pieces(
 
 
 def _finite(tensors: list[Tensor]) -> Tensor:
-    """Is every number finite? One launch on a GPU; on a CPU sums are quicker than norms."""
+    """Is every number finite? One launch on a GPU. On a CPU sums are quickest, and only where one
+    is not finite it may have overflowed."""
     if tensors[0].is_cuda:
         return torch.stack(torch._foreach_norm(tensors, math.inf)).isfinite().all()
-    return torch.stack([t.sum(dtype=torch.float64) for t in tensors]).isfinite().all()
+    found = all(math.isfinite(t.sum()) or bool(t.isfinite().all()) for t in tensors)
+    return torch.tensor(found, device=tensors[0].device)
 
 
 def _mean(gradients: list[Tensor]) -> Tensor:
