@@ -418,7 +418,7 @@ def test_memory_of_failed_batches_and_closed_runs_is_free():
 
 def test_a_step_without_memory_to_keep_is_a_step(monkeypatch):
     """Where the system refuses so much at once, gradients are formed as before."""
-    from inrun.ops.records import Blocks
+    from inrun.ops.blocks import Blocks
 
     blocks = Blocks()
     like = torch.zeros(1, dtype=torch.float64)

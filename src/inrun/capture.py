@@ -30,7 +30,7 @@ from inrun.layout import Layout, in_place, name_of, tensors_in
 from inrun.meeting import has_pure_form, operate, prepare, shapes_suffice, summed_leaves
 from inrun.nodes import Node
 from inrun.ops import Call, Form, Record, op_rule, replay
-from inrun.ops.records import Blocks
+from inrun.ops.blocks import Blocks
 from inrun.provenance import CONSTANT, OUTSIDE, UNKNOWN, Provenance
 from inrun.recall import Followed, Met, Recall, tensors_of
 from inrun.tap import (

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from inrun import kernels
 from inrun.rules.base import LinearMap, Rule, Scale, learning_rate
+from inrun.rules.common import sign
 
 # Where on the path w_∅ → w_B (0 → 1) the gradient is taken; None is w_t, before the step.
 POINTS: dict[str, tuple[float | None, ...]] = {
@@ -199,7 +200,7 @@ def _proxy(moved: Sequence[Moved]) -> list[LinearMap]:
         groups.setdefault(id(m.options), []).append(i)
     for members in groups.values():
         options, own = moved[members[0]].options, [factors[i] for i in members]
-        lr = learning_rate(options) * (-1.0 if options.get("maximize") else 1.0)
+        lr = learning_rate(options) * sign(options)
         if isinstance(lr, Tensor):
             for K in own:
                 K.fill_(lr)

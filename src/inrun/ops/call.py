@@ -17,7 +17,8 @@ from torch import Tensor
 from inrun.arguments import Spec
 from inrun.layout import Layout, name_of, to_rows
 from inrun.ops import cost
-from inrun.ops.records import Aligned, Blocks, Dense, Record, Replay, wide_type
+from inrun.ops.blocks import Blocks
+from inrun.ops.records import Aligned, Dense, Record, Replay, wide_type
 
 # "grouped": for gradients of groups of examples. Those of a product come as cheap from its ghost
 # form; elsewhere the smaller form.

@@ -11,15 +11,14 @@ O outputs, V vocabulary, W the operand's own shape.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from inrun.ops.blocks import Blocks
 from inrun.ops.derivative import along
 
 R = TypeVar("R", bound="Record")
@@ -82,51 +81,6 @@ class Record:
 
     def tensors(self) -> list[Tensor]:
         return [v for x in fields(self) if isinstance(v := getattr(self, x.name), Tensor)]
-
-
-class Blocks:
-    """Host memory for the per-example gradients of a step, the same in every step.
-
-    Fresh from the system it would cost as much time as the products that fill it, and between the
-    training's own tensors it would cut their memory into pieces. A GPU's allocator needs no help.
-    """
-
-    _memory: Tensor
-    _used: int  # bytes, those that did not fit too
-
-    def __init__(self) -> None:
-        self.free()
-
-    def take(self, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
-        """Memory to write to, until ``over``; None where there is none (the first time)."""
-        size = math.prod(shape) * like.element_size()
-        start, self._used = self._used, self._used + -(-size // 64) * 64
-        if self._used > len(self._memory):
-            return None
-        return self._memory[start : start + size].view(like.dtype).view(shape)
-
-    def over(self) -> None:
-        """The step is over: what was taken is free, and as much will be wanted again."""
-        used = self._used
-        if used and not used <= len(self._memory) <= 2 * used:
-            self.free()
-            with suppress(RuntimeError):  # not so much at once: without, then
-                self._memory = torch.empty(used, dtype=torch.uint8, device="cpu")
-        self._used = 0
-
-    def free(self) -> None:
-        """Let go of the memory, whoever keeps this."""
-        self._memory, self._used = torch.empty(0, dtype=torch.uint8, device="cpu"), 0
-
-    @contextmanager
-    def undone_if_it_fails(self) -> Iterator[None]:
-        """What a batch took is free again if it raises."""
-        before = self._used
-        try:
-            yield
-        except BaseException:
-            self._used = min(before, self._used)
-            raise
 
 
 @dataclass(eq=False)
@@ -248,9 +202,8 @@ class Lookup(Record):
 
     def dots(self, u: Tensor, K: Tensor | None = None) -> Tensor:
         delta = wide(self.delta) if K is None else wide(self.delta) * K[self.ids]
-        some = max(
-            1, _CHOSEN // max(1, delta.numel())
-        )  # the chosen rows of so many directions at a time
+        # the chosen rows of so many directions at a time
+        some = max(1, _CHOSEN // max(1, delta.numel()))
         found = [(wide(v[:, self.ids]) * delta).sum((2, 3)) for v in u.split(some)]
         return torch.cat(found)
 

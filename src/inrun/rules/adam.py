@@ -60,6 +60,14 @@ def _largest(b: Tensor, s: State, o: Options) -> Tensor:
     return b if largest is None else torch.maximum(largest, b)
 
 
+def quotient(
+    end: Tensor, slope: Scalar, start: Tensor, rho: Tensor, r0: Tensor, r: Tensor, eps: float
+) -> Tensor:
+    """The secant of (``start`` + slope·ĝ)/(r+ε), ρ = (r − r₀)/ĝ; 0 where v and ĝ are."""
+    K = (slope - rho * start / (r0 + eps)) / (r + eps)
+    return torch.where((end == 0) & (r == 0), 0.0, K)
+
+
 def factor(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     """The secant, with no difference of nearly equal numbers (ĝ₀ = 0):
 
@@ -82,8 +90,7 @@ def factor(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     rho = ratio((1 - c.beta2) * end / c.c2, r + r0)
     if o["amsgrad"]:
         rho = rho * torch.where(top0 > b0, ratio(top - top0, rise).clamp(max=1), 1.0)
-    K = ((1 - c.beta1) - rho * c.beta1 * m / (r0 + c.eps)) / (r + c.eps)
-    return torch.where((g == 0) & (r == 0), 0.0, sign(o) * c.size * K)
+    return quotient(end, 1 - c.beta1, c.beta1 * m, rho, r0, r, c.eps) * (sign(o) * c.size)
 
 
 def derivative(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:

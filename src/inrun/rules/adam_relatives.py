@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adamax, NAdam, RAdam
 
+from inrun.rules.adam import quotient
 from inrun.rules.base import (
     Options,
     State,
@@ -53,8 +54,8 @@ def nadam_factor(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     m, b0 = s.get("exp_avg", zero), beta2 * s.get("exp_avg_sq", zero)
     r0, r = (b0 / c2).sqrt(), ((b0 + (1 - beta2) * end * end) / c2).sqrt()
     rho = ratio((1 - beta2) * end / c2, r + r0)
-    K = for_g + for_a * ((1 - beta1) - rho * beta1 * m / (r0 + o["eps"]))
-    return torch.where((g == 0) & (r == 0), 0.0, sign(o) * K / (r + o["eps"]))
+    K = quotient(end, for_g + for_a * (1 - beta1), for_a * beta1 * m, rho, r0, r, o["eps"])
+    return sign(o) * K
 
 
 @register_optimizer(NAdam, decay=decoupled_decay, factor=nadam_factor, elementwise=True)
