@@ -33,11 +33,14 @@ SMALL = {"model": "gpt-4x128", "batch": 16, "length": 128}
 QUICK = {"warmup": 4, "steps": 12, "rounds": 1}
 
 GPU: dict[str, dict[str, Any]] = {
-    "gpt2-compile": GPT2 | {"mode": "compile", "variants": "plain,fast,bitwise"},
+    "gpt2-compile": GPT2
+    | {"mode": "compile", "variants": "plain,fast,bitwise,tangent,direct-vmap"},
     "gpt2": GPT2 | {"mode": "eager", "variants": ALL},
     "hf-gpt2-compile": GPT2 | {"model": "hf:gpt2", "mode": "compile", "variants": PAIR},
     "targets-16": GPT2 | {"mode": "eager", "variants": PAIR, "targets": 16},
-    "verified": GPT2 | {"mode": "eager", "variants": PAIR, "length": 256, "verify": True},
+    "verified": GPT2
+    | {"mode": "eager", "length": 256, "verify": True}
+    | {"variants": "plain,fast,tangent,direct-loop"},
     "hf-gpt2": GPT2 | {"model": "hf:gpt2", "mode": "eager", "variants": "plain,fast,bitwise"},
     "targets-16-compile": GPT2 | {"mode": "compile", "variants": PAIR, "targets": 16},
     "batch-4": GPT2 | {"mode": "eager", "variants": PAIR, "batch": 4},
@@ -75,6 +78,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", help="names of configurations")
     parser.add_argument("--steps", type=int, help="timed steps, instead of each one's own")
+    parser.add_argument("--variants", help="instead of each one's own")
     parser.add_argument("--note", help="about the machine, for the file")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -104,7 +108,8 @@ def main() -> None:
 
 
 def measured(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    given = LISTS[args.device][name] | ({"steps": args.steps} if args.steps else {})
+    asked = {"steps": args.steps, "variants": args.variants}
+    given = LISTS[args.device][name] | {k: x for k, x in asked.items() if x}
     given["rounds"] = min(given["rounds"], given["steps"])
     print(f"\n== {name}", flush=True)
     begun = time.perf_counter()
