@@ -77,9 +77,16 @@ class Backend:
 
 
 def _compile(inner: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    if callable(inner):
-        return inner(gm, list(inputs))
-    return torch._inductor.compile(gm, list(inputs))
+    # Records may leave in any layout. Otherwise inductor writes them twice: in rows of the exact
+    # length for us, and in padded ones for its own products. For a vocabulary of 50,257 that is a
+    # second copy of what is largest in the whole step.
+    with (
+        torch._inductor.config.patch(bw_outputs_user_visible=False),
+        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),  # inside here
+    ):
+        if callable(inner):
+            return inner(gm, list(inputs))
+        return torch._inductor.compile(gm, list(inputs))
 
 
 @dataclass
