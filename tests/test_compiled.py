@@ -180,6 +180,41 @@ class Small(nn.Module):
         return self.head(self.embed(ids))
 
 
+class WithLoss(Small):
+    def forward(self, ids):
+        return F.cross_entropy(super().forward(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+INDUCTOR = pytest.param(
+    torch.compile,
+    marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
+)
+
+
+@pytest.mark.parametrize("compile", [eager, INDUCTOR], ids=["eager", "inductor"])
+@pytest.mark.parametrize("form", ["ghost", "materialise"])
+@pytest.mark.parametrize("training", ["fast", "bitwise"])
+@pytest.mark.parametrize("kind", [WithLoss, Small], ids=["inside", "an output of the graph"])
+def test_a_vocabulary_is_padded_where_nobody_sees_it(compile, form, training, kind, monkeypatch):
+    from inrun import planner
+
+    longer = []
+
+    def padded(input, weight, bias=None, *, missing):
+        longer.append(missing)
+        return planner_padded(input, weight, bias, missing=missing)
+
+    planner_padded = planner.padded
+    monkeypatch.setattr(planner, "padded", padded)
+    monkeypatch.setattr(planner, "short_by", lambda n, *_: -n % 8)  # as on a GPU, in bfloat16
+    options = {"loss": (lambda m, ids: m(ids)), "val_loss": (lambda m, ids: m(ids))}
+    options = options if kind is WithLoss else {}
+    plain, compiled = both(kind(), compile, form=form, training=training, **options)
+    assert_same(plain, compiled, 1e-8)
+    assert_compiled(compiled)
+    assert set(longer) == ({-V % 8} if kind is WithLoss else set())
+
+
 @pytest.mark.parametrize("how", ["before", "after", "in place", "function", "submodule"])
 def test_graphs_go_to_the_backend_the_user_chose(how):
     """Another one may not even be there: inductor needs a compiler."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +19,13 @@ from torch.overrides import TorchFunctionMode
 
 from inrun.arguments import flatten
 from inrun.errors import CaptureError
-from inrun.layout import Layout, tensors_in
+from inrun.layout import Layout, name_of, tensors_in
 from inrun.meeting import operate, prepare
 from inrun.nodes import Node, value
 from inrun.ops import Call, Record
-from inrun.ops.records import Aligned, Dense, Lookup, Pair, wide_type
+from inrun.ops.call import operand
+from inrun.ops.linear import padded
+from inrun.ops.records import Aligned, Dense, Lookup, Pair, short_by, wide_type
 from inrun.tap import MicroBatch, Tap, Tapped, composite, tapped
 
 if TYPE_CHECKING:
@@ -131,8 +133,11 @@ def insert_taps(gm: fx.GraphModule, meetings: dict[str, list[Meeting]]) -> list[
         here = meetings[node.name]
         own = [next(places) for m in here for _ in m.slots]
         target = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
+        inside = all(user.op != "output" for user in node.users)
         with gm.graph.inserting_after(node):
-            new = gm.graph.call_function(_watched(target, here), (own, *node.args), node.kwargs)
+            new = gm.graph.call_function(
+                _watched(target, here, inside), (own, *node.args), node.kwargs
+            )
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
@@ -140,11 +145,12 @@ def insert_taps(gm: fx.GraphModule, meetings: dict[str, list[Meeting]]) -> list[
     return slots
 
 
-def _watched(target: Any, meetings: Sequence[Meeting]) -> Callable[..., Any]:
-    """The node's operation with its taps. Runs when the backend traces the graph."""
+def _watched(target: Any, meetings: Sequence[Meeting], inside: bool) -> Callable[..., Any]:
+    """The node's operation with its taps. Runs when the backend traces the graph. ``inside``:
+    nobody sees the layout of its result."""
 
     def watched(slots: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        with _Taps(meetings, slots):
+        with _Taps(meetings, slots, inside):
             return target(*args, **kwargs)
 
     return watched
@@ -153,11 +159,11 @@ def _watched(target: Any, meetings: Sequence[Meeting]) -> Callable[..., Any]:
 class _Taps(TorchFunctionMode):
     """Counts calls as the planner did, and taps those that it marked."""
 
-    def __init__(self, meetings: Sequence[Meeting], slots: Sequence[Tensor]) -> None:
+    def __init__(self, meetings: Sequence[Meeting], slots: Sequence[Tensor], inside: bool) -> None:
         super().__init__()
         self.meetings = {m.index: m for m in meetings}
         self.opened = {i for m in meetings for i in m.opened}
-        self.slots, self.count = iter(slots), 0
+        self.slots, self.count, self.inside = iter(slots), 0, inside
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -175,10 +181,23 @@ class _Taps(TorchFunctionMode):
         )  # fmt: skip
         call = call.with_(layout=planned.layout, autocast=planned.autocast, shape=planned.shape)
         summed = meeting.tap.summed
-        out = operate(func, leaves, spec, meeting.tap.detached)
+        missing = _short_by(func, call) if self.inside else 0
+        run = partial(padded, missing=missing) if missing else func
+        out = operate(run, leaves, spec, meeting.tap.detached)
         slots = [next(self.slots) for _ in meeting.slots]
         tap = replace(meeting.tap, receive=meeting.send)
-        return tapped(Tap.apply, out, call, tap, [*(leaves[i] for i in summed), *slots])
+        extras = [*(leaves[i] for i in summed), *slots]
+        out = tapped(Tap.apply, out, call.with_(shape=out.shape), tap, extras)
+        return out[..., :-missing] if missing else out
+
+
+def _short_by(func: Any, call: Call) -> int:
+    """How many outputs a product with a vocabulary should have more (``records.short_by``). Added
+    here they serve all of its uses; the compiler would pad for each, with a copy of the largest
+    tensor of the step."""
+    if name_of(func) != "linear" or (W := call.value(1, "weight")).ndim != 2:
+        return 0
+    return short_by(len(W), *operand(W))
 
 
 class Planner(fx.Interpreter):

@@ -88,10 +88,23 @@ class Recorder:
                 result = compute(tree_unflatten(static, spec))
         except Exception:
             self.state_of_loss = None  # not this one
-            torch.cuda.synchronize()
+            _settle(static)
             return None
         self._pool = graph.pool()
         return _Recording(graph, [x for x in static if isinstance(x, Tensor)], result)
+
+
+def _settle(some: Sequence[Any]) -> None:
+    """After a recording that failed: what went wrong in it must not be told of what comes next,
+    and CUDA may still have it in store."""
+    device = next(x.device for x in some if isinstance(x, Tensor))
+    for _ in range(3):
+        try:
+            torch.cuda.synchronize(device)
+            torch.arange(2, device=device).add_(1)
+            return
+        except RuntimeError:
+            continue
 
 
 def attributes(modules: Sequence[nn.Module]) -> tuple[Any, ...] | None:

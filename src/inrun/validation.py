@@ -153,7 +153,7 @@ class Validator:
                     def compute(b: Any, factor: float = weight * scale) -> Any:
                         return self._differentiate(q, b, factor, params)
 
-                    if len(parts) == 1:
+                    if len(parts) == 1 and not self._reentrant:
                         how = (weight * scale, self.autocast)
                         loss, new = self._recorder.run(compute, batch, params, self.modules, how)
                     else:

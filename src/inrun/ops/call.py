@@ -160,7 +160,7 @@ class OpRule:
             dense = dense and sizes.product is None
         elif sizes.product is not None and self.weight is not None:
             W = call.value(*self.weight)
-            dense = cost.materialise(cost.Layer(call.B, *sizes.product, *_operand(W)), fast)
+            dense = cost.materialise(cost.Layer(call.B, *sizes.product, *operand(W)), fast)
         return call.with_(form="materialise" if dense else "ghost")
 
 
@@ -192,7 +192,7 @@ def op_rule(func: Callable[..., Any]) -> OpRule | None:
     return _RULES.get(func) or _RULES.get(name_of(func))
 
 
-def _operand(W: Tensor) -> tuple[torch.dtype, str]:
+def operand(W: Tensor) -> tuple[torch.dtype, str]:
     """The type that the operation computes in, and the kind of device."""
     device = W.device.type
     on = torch.is_autocast_enabled(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from inrun.ops.call import Call, Sizes, reduce_to, register_op, replay, replay_leaf
@@ -15,6 +16,14 @@ def _weight(call: Call, x: tuple[int, str], node: Any, delta: Tensor, transposed
     a, d = call.tokens(call.rows(*x)), call.tokens(call.split(delta))
     pair = Pair(a.to(d.dtype), d, transposed)  # under autocast the operation saw a in δ's type
     return node, pair.materialised(call.blocks) if call.form == "materialise" else pair
+
+
+def padded(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, missing: int) -> Tensor:
+    """F.linear with ``missing`` more outputs, which are nothing but zeros. Its rule takes the δ of
+    this longer output, too."""
+    if bias is not None:
+        bias = F.pad(bias, (0, missing))
+    return F.linear(input, F.pad(weight, (0, 0, 0, missing)), bias)
 
 
 def _plain(call: Call) -> bool:
@@ -41,10 +50,19 @@ def _sizes(x: tuple[int, str], W: tuple[int, str]) -> Any:
 )  # fmt: skip
 def linear(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """g_W = Σ_t δ_t ⊗ a_t, g_b = Σ_t δ_t."""
+    outputs = call.value(1, "weight").shape[:-1].numel()  # δ may have more: ``padded``
     if (W := call.node(1, "weight")) is not None:
-        yield _weight(call, (0, "input"), W, delta, transposed=False)
+        node, record = _weight(call, (0, "input"), W, delta, transposed=False)
+        yield node, record if delta.shape[-1] <= outputs else _without_padding(record, outputs)
     if (b := call.node(2, "bias")) is not None:
-        yield b, Dense(call.tokens(call.split(delta)).sum(1, dtype=wide_type(delta.dtype)))
+        rows = call.tokens(call.split(delta)).sum(1, dtype=wide_type(delta.dtype))
+        yield b, Dense(rows[:, :outputs])
+
+
+def _without_padding(record: Record, outputs: int) -> Record:
+    if isinstance(record, Pair):
+        return Pair(record.a, record.delta[..., :outputs])
+    return Dense(record.rows()[:, :outputs])
 
 
 @register_op(

@@ -302,13 +302,17 @@ def wide(x: Tensor) -> Tensor:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Padded to a multiple of 8 features, which half-precision products on a GPU must have to run
-    at full speed (a vocabulary of 50,257 makes them four times slower). Compilers do so by
-    themselves."""
-    missing = -x.shape[-1] % 8
-    if not missing or x.shape[-1] < 1024 or not x.is_cuda or x.dtype == torch.float32:
-        return x
-    return torch.nn.functional.pad(x, (0, missing))
+    """Padded with zeros to as many features as its products want."""
+    missing = short_by(x.shape[-1], x.dtype, x.device.type)
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
+
+
+def short_by(features: int, dtype: torch.dtype, device: str) -> int:
+    """How many features are missing to a multiple of 8, which half-precision products on a GPU
+    must have to run at full speed (a vocabulary of 50,257 makes them four times slower)."""
+    if features < 1024 or device != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return 0
+    return -features % 8
 
 
 def together(a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
