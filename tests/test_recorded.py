@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
-from inrun.recorded import attributes, referred
+from inrun.recorded import _alike, attributes, referred, twins
 
 WEIGHT = 2.0
 TABLE = torch.ones(3)
@@ -285,6 +285,60 @@ def test_on_a_cpu_every_pass_runs_the_loss():
             optimizer.step()
             optimizer.zero_grad()
     assert Once.calls == 6 and len(run.steps()) == 6
+
+
+def test_twins_take_the_place_of_parameters_for_a_while():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight  # tied
+    model[0].bias.requires_grad_(False)  # not asked for
+    weights, x = [model[0].weight], torch.randn(3, 4)
+    alive = model(x).sum()  # keeps autograd's node of the weight
+    expected = torch.autograd.grad(model(x).sum(), weights)
+    with pytest.raises(KeyError), twins(list(model.modules()), weights) as own:
+        assert model[0].weight is model[1].weight is own[0] is not weights[0]
+        assert own[0].data_ptr() == weights[0].data_ptr()
+        assert torch.equal(torch.autograd.grad(model(x).sum(), own)[0], expected[0])
+        raise KeyError
+    assert model[0].weight is model[1].weight is weights[0] and alive.requires_grad
+
+
+def test_a_recording_that_misses_a_gradient_is_refused():
+    one, half = torch.ones(3), torch.full((3,), 0.5)
+    zero, loss = torch.zeros(3), torch.ones(())
+    assert _alike((loss, [one, half]), (loss, [one * 1.001, half]))
+    assert not _alike((loss, [one, zero]), (loss, [one, half]))
+    assert not _alike((loss, [one * float("nan"), half]), (loss, [one, half]))
+    assert _alike((loss, [one, half]), (loss, [one * float("inf"), half]))  # nothing to compare
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("estimator", ["secant", "sgd"])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_loop_that_still_holds_its_loss(estimator, elsewhere):
+    """Its graph keeps nodes alive that belong to another stream than the recording's."""
+
+    def val_loss(m, batch):
+        return plain(m, batch)
+
+    model = nn.Sequential(nn.Linear(4, 6), nn.Softplus(), nn.Linear(6, 3)).cuda()
+    if elsewhere:  # a weight that no twin replaces
+        weight, forward = model[2].weight, model.forward
+        model.forward = lambda x: forward(x) + F.linear(x[:, :1].expand(-1, 6), weight)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    X, Y = torch.randn(8, 4).cuda(), torch.randint(0, 3, (8,)).cuda()
+    options = {"validation": [(X[:3], Y[:3])], "loss": val_loss, "audit_every": 0}
+    stream, values = torch.cuda.current_stream(), []
+    with inrun.watch(model, optimizer, estimator=estimator, **options) as run:
+        for _ in range(8):
+            with run.batch(range(8)):
+                loss = plain(model, (X, Y))
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(float(loss))
+        made = len(run._scorer.validator._recorder._recordings)
+    assert made == (0 if elsewhere else 1)
+    assert torch.cuda.current_stream() == stream and run.steps()["void"].isna().all()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-Pass = Callable[[Any], tuple[Tensor, list[Tensor]]]
+Result = tuple[Tensor, list[Tensor]]
+Pass = Callable[[Any, Sequence[Tensor]], Result]  # of a batch and the weights differentiated by
 _BEFORE = 2  # usual passes before one is recorded: everything is compiled and warm by then
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -30,7 +32,7 @@ _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 class _Recording:
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
-    result: tuple[Tensor, list[Tensor]]
+    result: Result
 
 
 class Recorder:
@@ -45,18 +47,18 @@ class Recorder:
     def run(
         self, compute: Pass, batch: Any, weights: Sequence[Tensor], modules: Sequence[nn.Module],
         context: Any,
-    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-        """``compute(batch)``: a loss and gradients, valid until the next call."""
+    ) -> Result:  # fmt: skip
+        """``compute(batch, weights)``: a loss and gradients, valid until the next call."""
         leaves, spec = tree_flatten(batch)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if not weights[0].is_cuda or self.state_of_loss is None:
-            return compute(batch)
+            return compute(batch, weights)
         state = self.state_of_loss()
         if state is None or not all(x.is_cuda for x in tensors):
-            return compute(batch)
+            return compute(batch, weights)
         fingerprint = attributes(modules)
         if fingerprint is None:
-            return compute(batch)
+            return compute(batch, weights)
         others = [x for x in leaves if not isinstance(x, Tensor)]
         key = (
             str(spec), repr(others), tuple((x.shape, x.dtype) for x in tensors), context,
@@ -66,10 +68,12 @@ class Recorder:
         if recording is None:
             self._seen[key] = self._seen.get(key, 0) + 1
             if self._seen[key] <= _BEFORE or len(self._recordings) >= 4:
-                return compute(batch)
-            recording = self._record(compute, leaves, spec)
-            if recording is None:
-                return compute(batch)
+                return compute(batch, weights)
+            usual = compute(batch, weights)
+            recording = self._record(compute, leaves, spec, weights, modules)
+            if recording is None or not _alike(recording.result, usual):
+                self.state_of_loss = None  # not this one
+                return usual
             self._recordings[key] = recording
         for mine, given in zip(recording.inputs, tensors, strict=True):
             mine.copy_(given, non_blocking=True)
@@ -79,25 +83,65 @@ class Recorder:
     def close(self) -> None:
         self._recordings, self._pool = {}, None
 
-    def _record(self, compute: Pass, leaves: Sequence[Any], spec: Any) -> _Recording | None:
+    def _record(
+        self, compute: Pass, leaves: Sequence[Any], spec: Any, weights: Sequence[Tensor],
+        modules: Sequence[nn.Module],
+    ) -> _Recording | None:  # fmt: skip
+        """A recording that has been played once, or None."""
         static = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                result = compute(tree_unflatten(static, spec))
+            with (
+                twins(modules, weights) as own,
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
+                result = compute(tree_unflatten(static, spec), own)
+            graph.replay()
         except Exception:
-            self.state_of_loss = None  # not this one
-            _settle(static)
+            torch.cuda.set_stream(stream)  # torch leaves the recording's in force when it fails
+            _settle(weights[0].device)
             return None
         self._pool = graph.pool()
         return _Recording(graph, [x for x in static if isinstance(x, Tensor)], result)
 
 
-def _settle(some: Sequence[Any]) -> None:
+@contextmanager
+def twins(modules: Sequence[nn.Module], weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The modules with other parameters in the place of these, in the same memory.
+
+    Autograd has a node for each parameter, which lives as long as any graph that it is in (that of
+    the training's loss, which a loop usually still holds) and belongs to the stream on which it was
+    made. A recording runs on a stream of its own and would fail.
+    """
+    own = {id(w): nn.Parameter(w.detach()) for w in weights if type(w) is nn.Parameter}
+    places = [
+        (m._parameters, name, p)
+        for m in modules
+        for name, p in m._parameters.items()
+        if id(p) in own
+    ]
+    try:
+        for parameters, name, p in places:
+            parameters[name] = own[id(p)]
+        yield [own.get(id(w), w) for w in weights]
+    finally:
+        for parameters, name, p in places:
+            parameters[name] = p
+
+
+def _alike(one: Result, other: Result) -> bool:
+    """Up to what another order of additions makes: a weight that the model finds elsewhere than in
+    its modules would get no gradient from a twin."""
+    pairs = list(zip(one[1], other[1], strict=True))
+    far = torch.stack([torch.linalg.vector_norm(a - b, dtype=torch.float64) for a, b in pairs])
+    size = torch.stack([torch.linalg.vector_norm(b, dtype=torch.float64) for _, b in pairs])
+    return bool(((far <= 0.05 * size + 1e-4 * size.max()) | ~size.isfinite()).all())
+
+
+def _settle(device: torch.device) -> None:
     """After a recording that failed: what went wrong in it must not be told of what comes next,
     and CUDA may still have it in store."""
-    device = next(x.device for x in some if isinstance(x, Tensor))
     for _ in range(3):
         try:
             torch.cuda.synchronize(device)

@@ -150,14 +150,14 @@ class Validator:
                 parts = list(self._parts(q))
                 for weight, batch in parts:
 
-                    def compute(b: Any, factor: float = weight * scale) -> Any:
-                        return self._differentiate(q, b, factor, params)
+                    def compute(b: Any, w: Sequence[Tensor], by: float = weight * scale) -> Any:
+                        return self._differentiate(q, b, by, w)
 
                     if len(parts) == 1 and not self._reentrant:
                         how = (weight * scale, self.autocast)
                         loss, new = self._recorder.run(compute, batch, params, self.modules, how)
                     else:
-                        loss, new = compute(batch)
+                        loss, new = compute(batch, params)
                     total = total + loss.double() * weight
                     grads = [a + b for a, b in zip(grads, new, strict=True)] if grads else new
             if scale == 1.0:
