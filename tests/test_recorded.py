@@ -335,7 +335,7 @@ def test_a_loop_that_still_holds_its_loss(estimator, elsewhere):
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            values.append(float(loss))
+            values.append(float(loss.detach()))
         made = len(run._scorer.validator._recorder._recordings)
     assert made == (0 if elsewhere else 1)
     assert torch.cuda.current_stream() == stream and run.steps()["void"].isna().all()
