@@ -17,7 +17,6 @@ import argparse
 import copy
 import json
 import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -30,6 +29,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 
 import inrun
 from inrun import reference
+from inrun.bench.machine import commit
 from zoo import ZOO
 
 KINDS = {"secant": (0.5,), "sgd": (None,)}
@@ -183,13 +183,10 @@ def loops(device):
 
 
 def environment(device):
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor(),
         "torch": torch.__version__, "python": platform.python_version(), "inrun": inrun.__version__,
-        "commit": commit,
+        "commit": commit(),
     }  # fmt: skip
 
 

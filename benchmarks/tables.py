@@ -251,12 +251,19 @@ def verified() -> str:
     found = [r for _, run in runs for r in run["rows"] if r["verify"] and "R" in r["verify"]]
     if not found:
         return missing("h200")
-    R, error = found[0]["verify"]["R"], found[0]["verify"]["relative_error"]
     options = runs[0][1]["options"]
-    return (
-        f"{options['model']}, batch {options['batch']} × {options['length']}, {options['dtype']}: "
-        f"Pearson R {R:.5f}, relative error {error:.1%} against the same step in float64."
-    )
+    lines = [
+        "| variant | Pearson R | relative error |",
+        "|---|---:|---:|",
+        *(
+            f"| `{r['variant']}` | {r['verify']['R']:.5f} | {r['verify']['relative_error']:.1%} |"
+            for r in found
+        ),
+        "",
+        f"{options['model']}, batch {options['batch']} × {options['length']}, {options['dtype']}, "
+        "against the same step in float64.",
+    ]
+    return "\n".join(lines)
 
 
 def choices() -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -206,17 +205,12 @@ def unpacked(text: str) -> np.ndarray:
 
 def environment(device: torch.device, data: Path | None) -> dict[str, Any]:
     import inrun
+    from inrun.bench.machine import commit
 
-    git = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    try:
-        found = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    except OSError:
-        found = ""
-    found = found or os.environ.get("INRUN_COMMIT", "")  # a copy without its history
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
         "device": name, "cores": os.cpu_count(), "torch": torch.__version__,
-        "python": platform.python_version(), "inrun": inrun.__version__, "commit": found,
+        "python": platform.python_version(), "inrun": inrun.__version__, "commit": commit() or "",
         "data": "given folder" if data else "pydoc_data and scikit-learn's digits",
     }  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.common.figures import drawn_by
+from experiments.common.markdown import unfinished
 from experiments.common.parts import Context, Experiment, Settings
 from experiments.pruning_sst2 import summary, tables, training
 
@@ -85,6 +86,7 @@ EXPERIMENT = Experiment(
     headline=summary.headline,
     tables={
         "reproduce-pruning-sst2": tables.accuracy,
+        "reproduce-pruning-sst2-unfinished": unfinished,
         "reproduce-pruning-sst2-differences": tables.differences,
         "reproduce-pruning-sst2-baselines": tables.baselines,
         "reproduce-pruning-sst2-agreement": tables.agreement,

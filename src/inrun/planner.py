@@ -96,7 +96,9 @@ class Meeting:
     def arrived(self, tensors: Sequence[Tensor]) -> list[tuple[Node, Record]]:
         """Outside: the records again."""
         if self.plain:
-            rows = [t if t[0].is_contiguous() else t.contiguous() for t in tensors]
+            rows = [
+                t if t.is_contiguous() or t[0].is_contiguous() else t.contiguous() for t in tensors
+            ]
             return [(r[0], Dense(t)) for r, t in zip(self.records, rows, strict=True)]
         given = [t.to(s.dtype).view(s.own) for t, s in zip(tensors, self.slots, strict=True)]
         if self.raw:
