@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="with one NAME")
     parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--device")
+    parser.add_argument("--jobs", type=int, default=1, help="parts at a time")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
     for name in options.names or EXPERIMENTS:
@@ -33,8 +34,9 @@ def main() -> None:
             parser.error("--out goes with one NAME")
         try:
             reproduce(
-                experiment, options.size, options.out, options.data, options.only, options.device
-            )
+                experiment, options.size, options.out, options.data, options.only, options.device,
+                jobs=options.jobs,
+            )  # fmt: skip
         except ValueError as error:
             parser.exit(2, f"{name}: {error}\n")
 

@@ -41,6 +41,7 @@ class Experiment:
         headline: a few lines about a summary for the terminal.
         tables: Markdown tables for the docs by name, each from the committed results by size.
         figures: pictures for the docs by file name, each from the same.
+        needs: which parts have to be done before one, from its settings.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Experiment:
     headline: Callable[[dict[str, Any]], str]
     tables: dict[str, Callable[[dict[str, Any]], str]] = field(default_factory=dict)
     figures: dict[str, Callable[[dict[str, Any]], Any]] = field(default_factory=dict)
+    needs: Callable[[Settings], Sequence[str]] = lambda settings: ()
 
     @property
     def folder(self) -> Path:
@@ -88,8 +90,10 @@ def reproduce(
     only: Sequence[str] = (),
     device: str | None = None,
     show: Callable[[str], None] = print,
+    jobs: int = 1,
 ) -> dict[str, Any]:
-    """Do the parts that are missing in ``out`` and return the summary, also written there.
+    """Do the parts that are missing in ``out``, so many ``jobs`` at a time in processes of their
+    own, and return the summary, also written there.
 
     Where only some parts are asked for, a summary that cannot be made here (of what is not
     installed) is no failure.
@@ -100,6 +104,13 @@ def reproduce(
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     out = out or Path("runs") / "reproduce" / f"{experiment.name}-{size}"
     out.mkdir(parents=True, exist_ok=True)
+    if jobs > 1:
+        from experiments.common.jobs import Jobs
+
+        given = {"--data": data and data.resolve(), "--device": device}
+        options = [str(x) for option in given.items() if option[1] for x in option]
+        Jobs(experiment, size, out, options, show).run(parts, jobs)
+        parts = {}
     with progress(len(parts)) as (begin, tick, finish):
         for name, settings in parts.items():
             begin(name)
@@ -149,7 +160,8 @@ def summarise(
 
 
 def select(experiment: Experiment, size: str, only: Sequence[str] = ()) -> dict[str, Settings]:
-    """The parts of a size, or of these those that are named (or begin with the name)."""
+    """The parts of a size, or of these those that are named, or begin with the name where none has
+    just this one."""
     if size not in SIZES:
         raise ValueError(f"--size {size!r} is not known: use {', '.join(SIZES)}")
     parts = experiment.parts(size)
@@ -158,7 +170,8 @@ def select(experiment: Experiment, size: str, only: Sequence[str] = ()) -> dict[
             f"{experiment.name} has no part {unknown[0]!r} at size {size}: see "
             f"`inrun reproduce {experiment.name} --size {size} --list`"
         )
-    return {n: s for n, s in parts.items() if not only or any(n.startswith(o) for o in only)}
+    chosen = {n for o in only for n in ([o] if o in parts else parts) if n.startswith(o)}
+    return {n: s for n, s in parts.items() if not only or n in chosen}
 
 
 def finished(out: Path, name: str, settings: Settings) -> dict[str, Any] | None:

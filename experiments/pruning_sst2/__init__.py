@@ -76,12 +76,18 @@ def measure(settings: Settings, context: Context) -> dict[str, Any]:
     return kept | PARTS[settings["kind"]](settings, context)
 
 
+def needs(settings: Settings) -> list[str]:
+    rate = settings.get("lr_from", []) if settings["lr"] is None else []
+    return [*rate, *settings.get("values_from", {}).values()]
+
+
 EXPERIMENT = Experiment(
     name="pruning-sst2",
     claim="Table 3: without its lowest-valued examples a model becomes better, without its "
     "highest-valued worse, than without as many random ones",
     parts=parts,
     measure=measure,
+    needs=needs,
     summarise=summary.summarise,
     headline=summary.headline,
     tables={

@@ -92,6 +92,12 @@ def measure(settings: Settings, context: Context) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def needs(settings: Settings) -> list[str]:
+    """Weights that have learnt English."""
+    own = settings["task"] == "pretrain" or "pretrain" not in settings
+    return [] if own else [f"pretrain-{settings['model']}"]
+
+
 EXPERIMENT = Experiment(
     name="source-identification",
     claim=(
@@ -100,6 +106,7 @@ EXPERIMENT = Experiment(
     ),
     parts=parts,
     measure=measure,
+    needs=needs,
     summarise=summarise,
     headline=headline,
     tables={

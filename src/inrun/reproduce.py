@@ -30,6 +30,9 @@ def reproduce(
     device: Annotated[
         str | None, typer.Option(help="A GPU by default, where there is one.")
     ] = None,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Parts at a time, each in a process of its own.")
+    ] = 1,
     show: Annotated[bool, typer.Option("--list", help="Show experiments, or the parts.")] = False,
 ) -> None:
     """Measure a claim of the paper again. Needs a checkout of the repository.
@@ -49,7 +52,7 @@ def reproduce(
     if show:
         typer.echo("\n".join(parts.select(experiment, size, only or ())))
         return
-    parts.reproduce(experiment, size, out, data, only or (), device, typer.echo)
+    parts.reproduce(experiment, size, out, data, only or (), device, typer.echo, jobs)
 
 
 def _experiments() -> Any:

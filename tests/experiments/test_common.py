@@ -15,7 +15,7 @@ from experiments import EXPERIMENTS, load
 from experiments.common import tasks
 from experiments.common.game import coalition_losses, row_gradients, shapley
 from experiments.common.markdown import unfinished
-from experiments.common.parts import Context, Experiment, reproduce, write
+from experiments.common.parts import Context, Experiment, reproduce, select, write
 from experiments.common.stacked import backward, losses, stacked, train
 from experiments.common.statistics import interval
 from inrun import reference
@@ -148,6 +148,33 @@ def test_finished_parts_are_not_done_again(tmp_path):
     assert reproduce(experiment, out=tmp_path, show=said.append)["missing"] == []
     with pytest.raises(ValueError, match="no part 'c'"):
         reproduce(experiment, out=tmp_path, only=["c"])
+
+
+def test_a_name_that_others_begin_with_means_itself():
+    experiment = replace(counted()[1], parts=lambda size: {"a-1": {}, "a-10": {}, "b": {}})
+    assert list(select(experiment, "tiny", ["a-1"])) == ["a-1"]
+    assert list(select(experiment, "tiny", ["a-"])) == ["a-1", "a-10"]
+
+
+def test_parts_side_by_side_wait_for_what_they_need(tmp_path):
+    said = []
+    experiment = load("source-identification")
+    pick = ["gpt-pretrained", "pretrain-gpt"]
+    found = reproduce(experiment, "tiny", tmp_path, only=pick, show=said.append, jobs=2)
+    begun = [line for line in said if line.endswith("…")]
+    assert begun == ["pretrain-gpt …", "gpt-pretrained …"]  # in the order of what they need
+    assert set(pick).isdisjoint(found["missing"]) and "gpt-pretrained: done" in said
+    assert (tmp_path / "logs" / "gpt-pretrained.log").read_text()
+
+
+def test_what_fails_side_by_side_is_told_with_its_log(tmp_path):
+    experiment = load("source-identification")
+    with pytest.raises(ValueError, match="not begun: gpt-pretrained, which need pretrain-gpt"):
+        reproduce(experiment, "tiny", tmp_path, only=["gpt-pretrained"], show=str, jobs=2)
+    data = tmp_path / "data"
+    data.mkdir()  # without candidates
+    with pytest.raises(ValueError, match=r"part gpt failed \(.*candidates\.txt.*logs.gpt\.log"):
+        reproduce(experiment, "tiny", tmp_path, data, only=["gpt"], show=str, jobs=2)
 
 
 def test_results_are_plain_json(tmp_path):
