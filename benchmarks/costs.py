@@ -30,7 +30,7 @@ ALL = "plain,fast,bitwise,tangent,ghost,materialise,direct-vmap,direct-loop"
 PAIR = "plain,fast"
 GPT2 = {"model": "gpt2", "batch": 16, "length": 1024}
 SMALL = {"model": "gpt-4x128", "batch": 16, "length": 128}
-QUICK = {"warmup": 4, "steps": 12, "rounds": 1}
+QUICK = {"warmup": 8, "steps": 36, "rounds": 3}
 
 GPU: dict[str, dict[str, Any]] = {
     "gpt2-compile": GPT2
@@ -68,7 +68,9 @@ CPU: dict[str, dict[str, Any]] = {
 LISTS = {
     "cuda": {k: QUICK | x for k, x in GPU.items()},
     # a CPU is seldom alone: many short turns
-    "cpu": {k: QUICK | {"mode": "eager", "steps": 40, "rounds": 8} | x for k, x in CPU.items()},
+    "cpu": {
+        k: {"mode": "eager", "warmup": 4, "steps": 40, "rounds": 8} | x for k, x in CPU.items()
+    },
 }
 
 

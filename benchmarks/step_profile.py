@@ -77,7 +77,8 @@ def main() -> None:
     print(json.dumps({k: v for k, v in found.items() if k != "kernels"}, indent=1))
     for k in found["kernels"]:
         print(f"{k['ms']:7.3f} ms {k['launches']:6.1f} × {k['name']}")
-    out = args.out or ROOT / "benchmarks" / "results" / f"step-profile-{short_name('cuda')}.json"
+    name = f"step-profile-{args.variant}-{mode}-{short_name('cuda')}.json"
+    out = args.out or ROOT / "benchmarks" / "results" / name
     out.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -1,6 +1,7 @@
 """Compiled models give the values of eager ones, keep their graphs, and say when they cannot."""
 
 import copy
+import functools
 import shutil
 import warnings
 
@@ -180,21 +181,33 @@ class Small(nn.Module):
         return self.head(self.embed(ids))
 
 
-class WithLoss(Small):
-    def forward(self, ids):
-        return F.cross_entropy(super().forward(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
 INDUCTOR = pytest.param(
     torch.compile,
     marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
 )
 
 
+class WithLoss(Small):
+    def forward(self, ids):
+        return F.cross_entropy(super().forward(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Viewed(Small):
+    def forward(self, ids):
+        logits = super().forward(ids)
+        rows = logits.view(len(ids), -1).view(logits.shape)  # only where there are no gaps
+        return F.cross_entropy(rows[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Squeezed(Small):
+    def forward(self, ids):
+        return super().forward(ids).unsqueeze(0).squeeze(0)
+
+
 @pytest.mark.parametrize("compile", [eager, INDUCTOR], ids=["eager", "inductor"])
 @pytest.mark.parametrize("form", ["ghost", "materialise"])
 @pytest.mark.parametrize("training", ["fast", "bitwise"])
-@pytest.mark.parametrize("kind", [WithLoss, Small], ids=["inside", "an output of the graph"])
+@pytest.mark.parametrize("kind", [WithLoss, Viewed, Small, Squeezed])
 def test_a_vocabulary_is_padded_where_nobody_sees_it(compile, form, training, kind, monkeypatch):
     from inrun import planner
 
@@ -207,12 +220,24 @@ def test_a_vocabulary_is_padded_where_nobody_sees_it(compile, form, training, ki
     planner_padded = planner.padded
     monkeypatch.setattr(planner, "padded", padded)
     monkeypatch.setattr(planner, "short_by", lambda n, *_: -n % 8)  # as on a GPU, in bfloat16
-    options = {"loss": (lambda m, ids: m(ids)), "val_loss": (lambda m, ids: m(ids))}
-    options = options if kind is WithLoss else {}
+    own_loss = {"loss": (lambda m, ids: m(ids)), "val_loss": (lambda m, ids: m(ids))}
+    options = own_loss if kind in (WithLoss, Viewed) else {}
     plain, compiled = both(kind(), compile, form=form, training=training, **options)
     assert_same(plain, compiled, 1e-8)
     assert_compiled(compiled)
     assert set(longer) == ({-V % 8} if kind is WithLoss else set())
+
+
+def test_gradients_that_leave_a_graph_with_gaps():
+    """The kernels read the gradient of an example number after number."""
+    from inrun.planner import _dense
+
+    whole = torch.randn(3, 8, 16)
+    assert _dense(whole).grads is whole
+    between = whole[:, :5]
+    assert _dense(between).grads is between
+    inside = whole[:, :, :5]
+    assert _dense(inside).grads.is_contiguous() and torch.equal(_dense(inside).grads, inside)
 
 
 @pytest.mark.parametrize("how", ["before", "after", "in place", "function", "submodule"])
@@ -601,6 +626,17 @@ def test_more_shapes_than_are_kept():
         compiled = trained(eager(copy.deepcopy(first)), 8, rows=rows)
     assert len(said) == 1
     assert_same(plain, compiled)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_numbers_that_dynamic_shapes_make_inputs_of(backend):
+    """An embedding's ``norm_type`` is a tensor then, and the graph asks for its number."""
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor needs a C++ compiler")
+    compile = functools.partial(torch.compile, backend=backend, dynamic=True)
+    plain, compiled = both(Small(), compile)
+    assert_same(plain, compiled, 1e-8)
+    assert_compiled(compiled)
 
 
 def test_two_sizes_with_dynamic_shapes():

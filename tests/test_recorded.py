@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
-from inrun.recorded import _alike, attributes, referred, twins
+from inrun.recorded import attributes, referred, tried, twins
 
 WEIGHT = 2.0
 TABLE = torch.ones(3)
@@ -302,43 +302,103 @@ def test_twins_take_the_place_of_parameters_for_a_while():
     assert model[0].weight is model[1].weight is weights[0] and alive.requires_grad
 
 
-def test_a_recording_that_misses_a_gradient_is_refused():
-    one, half = torch.ones(3), torch.full((3,), 0.5)
-    zero, loss = torch.zeros(3), torch.ones(())
-    assert _alike((loss, [one, half]), (loss, [one * 1.001, half]))
-    assert not _alike((loss, [one, zero]), (loss, [one, half]))
-    assert not _alike((loss, [one * float("nan"), half]), (loss, [one, half]))
-    assert _alike((loss, [one, half]), (loss, [one * float("inf"), half]))  # nothing to compare
+def gradients(model, loss=plain):
+    def compute(batch, weights):
+        value = loss(model, batch)
+        return value.detach(), torch.autograd.grad(value, weights, allow_unused=True)
+
+    return compute
+
+
+@pytest.fixture
+def _as_if_on_a_gpu(monkeypatch):
+    """What ``tried`` asks of a device."""
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    fork = torch.random.fork_rng
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: fork([]))
+
+
+@pytest.mark.usefixtures("_as_if_on_a_gpu")
+def test_what_a_recording_would_get_wrong_is_not_recorded():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+    modules, weights = list(model.modules()), list(model.parameters())
+    batch = torch.randn(5, 4), torch.randint(0, 3, (5,))
+    expected = gradients(model)(batch, weights)
+    loss, grads = tried(gradients(model), batch, weights, modules)
+    assert torch.equal(loss, expected[0])
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected[1], strict=True))
+
+    def elsewhere(m, batch, weight=model[0].weight):  # a weight that no twin replaces
+        return plain(m, batch) + 1e-12 * weight.sum()
+
+    def waits(m, batch):
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    for other in (elsewhere, waits):
+        assert tried(gradients(model, other), batch, weights, modules) is None
+    handle = weights[0].register_hook(lambda g: 2 * g)
+    assert tried(gradients(model), batch, weights, modules) is None
+    handle.remove()
+    assert tried(gradients(model), batch, weights, modules) is not None
+    assert tried(gradients(model), batch, [weights[0].detach()], modules) is None
+    assert list(model.parameters()) == weights
+
+
+@pytest.mark.usefixtures("_as_if_on_a_gpu")
+def test_a_trial_uses_up_no_random_numbers():
+    model = nn.Linear(4, 3)
+    weights, batch = list(model.parameters()), (torch.randn(5, 4), torch.randint(0, 3, (5,)))
+
+    def noisy(m, batch):
+        return plain(m, (batch[0] + torch.randn(5, 4), batch[1]))
+
+    torch.manual_seed(0)
+    first = tried(gradients(model, noisy), batch, weights, [model])
+    assert torch.equal(first[0], gradients(model, noisy)(batch, weights)[0])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("estimator", ["secant", "sgd"])
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_loop_that_still_holds_its_loss(estimator, elsewhere):
+@pytest.mark.parametrize("kind", ["usual", "waits", "elsewhere"])
+def test_a_loop_that_still_holds_its_loss(estimator, kind, monkeypatch):
     """Its graph keeps nodes alive that belong to another stream than the recording's."""
 
-    def val_loss(m, batch):
-        return plain(m, batch)
+    def run_of(model, before):
+        monkeypatch.setattr("inrun.recorded._BEFORE", before)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        X, Y = torch.randn(8, 4).cuda(), torch.randint(0, 3, (8,)).cuda()
+        options = {"validation": [(X[:3], Y[:3])], "loss": val_loss, "audit_every": 0}
+        with inrun.watch(model, optimizer, estimator=estimator, **options) as run:
+            for _ in range(8):
+                with run.batch(range(8)):
+                    loss = plain(model, (X, Y))
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                F.dropout(X)  # random numbers after what may have failed
+            made = len(run._scorer.validator._recorder._recordings)
+        assert torch.isfinite(loss.detach()) and run.steps()["void"].isna().all()
+        return torch.tensor(run.history()["value"].to_numpy()), made
 
-    model = nn.Sequential(nn.Linear(4, 6), nn.Softplus(), nn.Linear(6, 3)).cuda()
-    if elsewhere:  # a weight that no twin replaces
-        weight, forward = model[2].weight, model.forward
-        model.forward = lambda x: forward(x) + F.linear(x[:, :1].expand(-1, 6), weight)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    X, Y = torch.randn(8, 4).cuda(), torch.randint(0, 3, (8,)).cuda()
-    options = {"validation": [(X[:3], Y[:3])], "loss": val_loss, "audit_every": 0}
-    stream, values = torch.cuda.current_stream(), []
-    with inrun.watch(model, optimizer, estimator=estimator, **options) as run:
-        for _ in range(8):
-            with run.batch(range(8)):
-                loss = plain(model, (X, Y))
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            values.append(float(loss.detach()))
-        made = len(run._scorer.validator._recorder._recordings)
-    assert made == (0 if elsewhere else 1)
-    assert torch.cuda.current_stream() == stream and run.steps()["void"].isna().all()
+    def val_loss(m, batch):
+        loss = plain(m, batch)
+        return loss if kind != "waits" else loss * max(1.0, loss.detach().item() * 0)
+
+    stream, found = torch.cuda.current_stream(), []
+    for before in (1000, 2):  # never recorded, and recorded
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Softplus(), nn.Linear(6, 3)).cuda()
+        if kind == "elsewhere":  # a weight that no twin replaces
+            weight, forward = model[2].weight, model.forward
+            model.forward = lambda x, f=forward, w=weight: (
+                f(x) + F.linear(x[:, :1].expand(-1, 6), w)
+            )
+        found.append(run_of(model, before))
+    assert [made for _, made in found] == [0, 1 if kind == "usual" else 0]
+    assert torch.allclose(found[0][0], found[1][0], rtol=1e-5)
+    assert torch.cuda.current_stream() == stream
+    torch.cuda.empty_cache()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -27,7 +27,14 @@ from torch._ops import HigherOrderOperator
 
 from inrun.layout import tensors_in
 from inrun.nodes import Node
-from inrun.planner import Meeting, Planner, UnplannableError, insert_taps, is_number
+from inrun.planner import (
+    Meeting,
+    Planner,
+    UnplannableError,
+    fix_numbers,
+    insert_taps,
+    is_number,
+)
 from inrun.tap import MicroBatch
 
 if TYPE_CHECKING:
@@ -77,9 +84,9 @@ class Backend:
 
 
 def _compile(inner: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    # Records may leave in any layout. Otherwise inductor writes them twice: in rows of the exact
-    # length for us, and in padded ones for its own products. For a vocabulary of 50,257 that is a
-    # second copy of what is largest in the whole step.
+    # Gradients, records among them, may leave in any layout. Otherwise inductor writes a record
+    # twice: in rows of the exact length for us, and in padded ones for its own products. For a
+    # vocabulary of 50,257 that is a second copy of what is largest in the whole step.
     with (
         torch._inductor.config.patch(bw_outputs_user_visible=False),
         torch._functorch.config.patch(force_non_lazy_backward_lowering=True),  # inside here
@@ -166,6 +173,7 @@ class Graph:
     def _make(self, inputs: Sequence[Any]) -> Variant:
         meetings, outputs = Planner(self.capture, self.gm).plan(inputs)
         gm = fx.GraphModule(self.gm, copy.deepcopy(self.gm.graph))
+        fix_numbers(gm, inputs)
         self._meetings += meetings.values()
         slots = insert_taps(gm, meetings)
         zeros = [s.make().requires_grad_() for s in slots]

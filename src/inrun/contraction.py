@@ -152,16 +152,16 @@ def cancelling(
             if node.param is None or k not in G or G[k].ndim > 1 or (among and k not in among):
                 continue
             for record in records:
-                size = record.to(G[k].device).rows().abs().sum(0)
+                size = record.to(G[k].device).rows().square().sum()
                 sizes[k] = sizes[k] + size if k in sizes else size
     found = {}
     for k, size in sizes.items():
-        limit = 0.3 * math.sqrt(torch.finfo(size.dtype).eps)
-        limit = max(limit, coarse) if size.numel() >= _LONG else limit
-        own, whole = G[k].norm(), size.norm()
+        limit = math.sqrt(torch.finfo(size.dtype).eps)
+        limit = max(limit, 4 * coarse) if G[k].numel() >= _LONG else limit
+        own, whole = G[k].norm(), size.sqrt()  # of the same order by chance, however many examples
         found[k] = (own <= limit * whole) & (whole > 0) & own.isfinite()
     return found
 
 
-_LONG = 4  # numbers: all of so many are below bfloat16's rounding by chance once in 10^8 times
+_LONG = 4  # numbers: so many are below four times bfloat16's rounding once in a million times
 _SMALL = 2**14  # numbers: so few are copied sooner than multiplied on their own

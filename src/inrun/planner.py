@@ -96,10 +96,7 @@ class Meeting:
     def arrived(self, tensors: Sequence[Tensor]) -> list[tuple[Node, Record]]:
         """Outside: the records again."""
         if self.plain:
-            rows = [
-                t if t.is_contiguous() or t[0].is_contiguous() else t.contiguous() for t in tensors
-            ]
-            return [(r[0], Dense(t)) for r, t in zip(self.records, rows, strict=True)]
+            return [(r[0], _dense(t)) for r, t in zip(self.records, tensors, strict=True)]
         given = [t.to(s.dtype).view(s.own) for t, s in zip(tensors, self.slots, strict=True)]
         if self.raw:
             leaves = list(self.call.leaves)
@@ -110,7 +107,13 @@ class Meeting:
                     leaves[i] = value(node)
             return self.tap.records(replace(self.call, leaves=tuple(leaves)), given[0])
         left = iter(given)
-        return [(node, record.map(lambda _: next(left))) for node, record in self.records]
+        whole = [(node, record.map(lambda _: next(left))) for node, record in self.records]
+        return [(n, _dense(r.grads) if isinstance(r, Dense) else r) for n, r in whole]
+
+
+def _dense(rows: Tensor) -> Dense:
+    """The compiler may have left gaps, which only the first dimension should have."""
+    return Dense(rows if rows.is_contiguous() or rows[0].is_contiguous() else rows.contiguous())
 
 
 def _unrolled(rows: Tensor) -> Tensor:
@@ -135,7 +138,7 @@ def insert_taps(gm: fx.GraphModule, meetings: dict[str, list[Meeting]]) -> list[
         here = meetings[node.name]
         own = [next(places) for m in here for _ in m.slots]
         target = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
-        inside = all(user.op != "output" for user in node.users)
+        inside = layout_unseen(node)
         with gm.graph.inserting_after(node):
             new = gm.graph.call_function(
                 _watched(target, here, inside), (own, *node.args), node.kwargs
@@ -147,9 +150,25 @@ def insert_taps(gm: fx.GraphModule, meetings: dict[str, list[Meeting]]) -> list[
     return slots
 
 
+def layout_unseen(node: fx.Node) -> bool:
+    """Do all that use the node's result read its numbers, wherever in memory they are?"""
+    for user in node.users:
+        name = user.target if isinstance(user.target, str) else name_of(user.target)
+        if name in _PASSED_ON:
+            if not layout_unseen(user):
+                return False
+        elif name not in _READ:
+            return False
+    return True
+
+
+_PASSED_ON = ("flatten", "reshape", "getitem")
+_READ = ("cross_entropy", "log_softmax", "softmax", "float", "contiguous")
+
+
 def _watched(target: Any, meetings: Sequence[Meeting], inside: bool) -> Callable[..., Any]:
     """The node's operation with its taps. Runs when the backend traces the graph. ``inside``:
-    nobody sees the layout of its result."""
+    the layout of its result is nobody else's business."""
 
     def watched(slots: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         with _Taps(meetings, slots, inside):
@@ -181,7 +200,7 @@ class _Taps(TorchFunctionMode):
         call = prepare(
             func, leaves, spec, planned.nodes, planned.layouts, planned.B, planned.form
         )  # fmt: skip
-        call = call.with_(layout=planned.layout, autocast=planned.autocast, shape=planned.shape)
+        call = call.with_(layout=planned.layout, autocast=planned.autocast)
         summed = meeting.tap.summed
         missing = _short_by(func, call) if self.inside else 0
         run = partial(padded, missing=missing) if missing else func
@@ -309,6 +328,19 @@ class Planner(fx.Interpreter):
 def is_number(x: Any) -> bool:
     """A plain number that travels as a tensor, as torch.compile(dynamic=True) has it."""
     return isinstance(x, Tensor) and x.ndim == 0 and x.device.type == "cpu" and not x.requires_grad
+
+
+def fix_numbers(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Write such numbers where the graph asks for them: a plan is for these only."""
+    places = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    known = {n: x.item() for n, x in zip(places, inputs, strict=True) if is_number(x)}
+    asked = [n for n in gm.graph.nodes if n.op == "call_method" and n.target == "item"]
+    numbers = {n: known[n.args[0]] for n in asked if n.args[0] in known}
+    for node in gm.graph.nodes if numbers else ():
+        node.args = fx.map_arg(node.args, lambda n: numbers.get(n, n))
+        node.kwargs = fx.map_arg(node.kwargs, lambda n: numbers.get(n, n))
+    for node in numbers:
+        gm.graph.erase_node(node)
 
 
 def _view_of(out: Tensor, t: Any) -> bool:

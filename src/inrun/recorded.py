@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import enum
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Result = tuple[Tensor, list[Tensor]]
-Pass = Callable[[Any, Sequence[Tensor]], Result]  # of a batch and the weights differentiated by
+# Of a batch and the weights differentiated by; None for those that the loss does not depend on.
+Pass = Callable[[Any, Sequence[Tensor]], tuple[Tensor, Sequence[Tensor | None]]]
 _BEFORE = 2  # usual passes before one is recorded: everything is compiled and warm by then
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -42,68 +44,115 @@ class Recorder:
         self.state_of_loss = referred(loss)
         self._seen: dict[Any, int] = {}
         self._recordings: dict[Any, _Recording] = {}
+        self._refused = False  # one could not be made: no more are tried
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
 
     def run(
         self, compute: Pass, batch: Any, weights: Sequence[Tensor], modules: Sequence[nn.Module],
         context: Any,
     ) -> Result:  # fmt: skip
-        """``compute(batch, weights)``: a loss and gradients, valid until the next call."""
+        """``compute(batch, weights)``, with zeros for None; valid until the next call."""
+
+        def usual() -> Result:
+            return filled(compute(batch, weights), weights)
+
         leaves, spec = tree_flatten(batch)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if not weights[0].is_cuda or self.state_of_loss is None:
-            return compute(batch, weights)
+            return usual()
         state = self.state_of_loss()
         if state is None or not all(x.is_cuda for x in tensors):
-            return compute(batch, weights)
+            return usual()
         fingerprint = attributes(modules)
         if fingerprint is None:
-            return compute(batch, weights)
+            return usual()
         others = [x for x in leaves if not isinstance(x, Tensor)]
         key = (
             str(spec), repr(others), tuple((x.shape, x.dtype) for x in tensors), context,
             tuple(w.data_ptr() for w in weights), state, fingerprint,
         )  # fmt: skip
         recording = self._recordings.get(key)
+        if recording is not None:
+            for mine, given in zip(recording.inputs, tensors, strict=True):
+                mine.copy_(given, non_blocking=True)
+            recording.graph.replay()
+            return recording.result
+        self._seen[key] = self._seen.get(key, 0) + 1
+        if self._refused or self._seen[key] <= _BEFORE or len(self._recordings) >= 4:
+            return usual()
+        with torch.cuda.device(weights[0].device):
+            found = tried(compute, batch, weights, modules)
+            if found is not None:
+                recording = self._record(compute, leaves, spec, weights, modules)
         if recording is None:
-            self._seen[key] = self._seen.get(key, 0) + 1
-            if self._seen[key] <= _BEFORE or len(self._recordings) >= 4:
-                return compute(batch, weights)
-            usual = compute(batch, weights)
-            recording = self._record(compute, leaves, spec, weights, modules)
-            if recording is None or not _alike(recording.result, usual):
-                self.state_of_loss = None  # not this one
-                return usual
+            self._refused = True
+        else:
             self._recordings[key] = recording
-        for mine, given in zip(recording.inputs, tensors, strict=True):
-            mine.copy_(given, non_blocking=True)
-        recording.graph.replay()
-        return recording.result
+        return usual() if found is None else found
 
     def close(self) -> None:
-        self._recordings, self._pool = {}, None
+        self._recordings, self._pool, self._stream = {}, None, None
 
     def _record(
         self, compute: Pass, leaves: Sequence[Any], spec: Any, weights: Sequence[Tensor],
         modules: Sequence[nn.Module],
     ) -> _Recording | None:  # fmt: skip
-        """A recording that has been played once, or None."""
         static = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        torch.cuda.synchronize()
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        self._stream = self._stream or torch.cuda.Stream()
+        where = {"pool": self._pool, "stream": self._stream}
+        cause: BaseException | None = None
         try:
             with (
                 twins(modules, weights) as own,
-                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, capture_error_mode="thread_local", **where),
             ):
-                result = compute(tree_unflatten(static, spec), own)
-            graph.replay()
+                try:
+                    result = filled(compute(tree_unflatten(static, spec), own), own)
+                except BaseException as error:
+                    cause = error
+                    raise
         except Exception:
-            torch.cuda.set_stream(stream)  # torch leaves the recording's in force when it fails
+            if cause is not None and not isinstance(cause, Exception):
+                raise cause from None  # Ctrl-C, which the end of the recording has replaced
+            torch.cuda.set_stream(before)
             _settle(weights[0].device)
             return None
+        finally:
+            torch.cuda.set_stream(before)  # where it fails, torch leaves the recording's in force
         self._pool = graph.pool()
         return _Recording(graph, [x for x in static if isinstance(x, Tensor)], result)
+
+
+def filled(found: tuple[Tensor, Sequence[Tensor | None]], weights: Sequence[Tensor]) -> Result:
+    """With zeros where there is no dependence."""
+    loss, grads = found
+    pairs = zip(grads, weights, strict=True)
+    return loss, [torch.zeros_like(w) if g is None else g for g, w in pairs]
+
+
+def tried(
+    compute: Pass, batch: Any, weights: Sequence[Tensor], modules: Sequence[nn.Module]
+) -> Result | None:
+    """The pass as it would be recorded; None if that would fail or give something else: it waits
+    for the device, or a weight is found elsewhere than in the modules, or has hooks."""
+    if any(type(w) is not nn.Parameter or w._backward_hooks for w in weights):
+        return None
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(), torch.random.fork_rng([weights[0].device]):
+        warnings.simplefilter("ignore")  # torch calls this way to notice that a prototype
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            with twins(modules, weights) as own:
+                loss, grads = compute(batch, [*own, *weights])
+        except RuntimeError:
+            return None
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    if any(g is not None for g in grads[len(weights) :]):
+        return None
+    return filled((loss, grads[: len(weights)]), weights)
 
 
 @contextmanager
@@ -114,7 +163,7 @@ def twins(modules: Sequence[nn.Module], weights: Sequence[Tensor]) -> Iterator[l
     the training's loss, which a loop usually still holds) and belongs to the stream on which it was
     made. A recording runs on a stream of its own and would fail.
     """
-    own = {id(w): nn.Parameter(w.detach()) for w in weights if type(w) is nn.Parameter}
+    own = {id(w): nn.Parameter(w.detach()) for w in weights}
     places = [
         (m._parameters, name, p)
         for m in modules
@@ -124,24 +173,18 @@ def twins(modules: Sequence[nn.Module], weights: Sequence[Tensor]) -> Iterator[l
     try:
         for parameters, name, p in places:
             parameters[name] = own[id(p)]
-        yield [own.get(id(w), w) for w in weights]
+        yield [own[id(w)] for w in weights]
     finally:
         for parameters, name, p in places:
             parameters[name] = p
 
 
-def _alike(one: Result, other: Result) -> bool:
-    """Up to what another order of additions makes: a weight that the model finds elsewhere than in
-    its modules would get no gradient from a twin."""
-    pairs = list(zip(one[1], other[1], strict=True))
-    far = torch.stack([torch.linalg.vector_norm(a - b, dtype=torch.float64) for a, b in pairs])
-    size = torch.stack([torch.linalg.vector_norm(b, dtype=torch.float64) for _, b in pairs])
-    return bool(((far <= 0.05 * size + 1e-4 * size.max()) | ~size.isfinite()).all())
-
-
 def _settle(device: torch.device) -> None:
-    """After a recording that failed: what went wrong in it must not be told of what comes next,
-    and CUDA may still have it in store."""
+    """After a recording that failed: what went wrong in it must not be told of what comes next.
+    CUDA may still have it in store, and torch before 2.13 leaves its random numbers in it."""
+    generator = torch.cuda.default_generators[device.index or 0]
+    with suppress(RuntimeError):
+        generator.graphsafe_set_state(generator.clone_state())
     for _ in range(3):
         try:
             torch.cuda.synchronize(device)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from inrun.errors import ValidationError
-from inrun.recorded import Recorder
+from inrun.recorded import Recorder, filled
 from inrun.sweep import Gradients, Sweep, joined
 from inrun.targets import Batches, seeded
 
@@ -157,7 +157,7 @@ class Validator:
                         how = (weight * scale, self.autocast)
                         loss, new = self._recorder.run(compute, batch, params, self.modules, how)
                     else:
-                        loss, new = compute(batch, params)
+                        loss, new = filled(compute(batch, params), params)
                     total = total + loss.double() * weight
                     grads = [a + b for a, b in zip(grads, new, strict=True)] if grads else new
             if scale == 1.0:
@@ -168,8 +168,8 @@ class Validator:
 
     def _differentiate(
         self, q: int, batch: Any, factor: float, params: Sequence[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """A batch's loss and the gradient of ``factor`` times it."""
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """A batch's loss and the gradient of ``factor`` times it; None without dependence."""
         grads: Sequence[Tensor | None]
         loss = self._loss(q, batch)
         if not loss.requires_grad:
@@ -187,8 +187,7 @@ class Validator:
                 loss = self._loss(q, batch)
         if self._reentrant:
             grads = _backward(loss * factor, params)
-        pairs = zip(params, grads, strict=True)
-        return loss.detach(), [torch.zeros_like(p) if g is None else g for p, g in pairs]
+        return loss.detach(), grads
 
     def _parts(self, q: int) -> Iterator[tuple[float, Any]]:
         """Batches, cut into chunks of rows where asked, with their weights in the mean."""

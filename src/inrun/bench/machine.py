@@ -41,8 +41,8 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """Of the checkout that this code is in, with a plus where it was changed since. A copy without
-    its history is told by the variable INRUN_COMMIT."""
+    """Of the checkout that this code is in, with a plus where it was changed since. INRUN_COMMIT,
+    where it is set, says it instead: for copies whose history is missing or not theirs."""
     if told := os.environ.get("INRUN_COMMIT"):
         return told
     here = Path(inrun.__file__).parent
