@@ -45,13 +45,16 @@ class Trainer:
         self.params = list(model.parameters())
 
     def step(self) -> None:
-        self.backward()
+        loss = self.backward()  # held until the step is over, as loops do
         self.optimizer.step()
         self.optimizer.zero_grad()
+        del loss
 
-    def backward(self) -> None:
+    def backward(self) -> Tensor | None:
         """Leave the gradient of the batch's loss in ``.grad``."""
-        self.loss(self.problem.batch).backward()
+        loss = self.loss(self.problem.batch)
+        loss.backward()
+        return loss
 
     def loss(self, batch: Batch) -> Tensor:
         with self.problem.precision():
@@ -88,9 +91,9 @@ class Watched(Trainer):
             loss=problem.loss, estimator=estimator, audit_every=0, **watch,
         )  # fmt: skip
 
-    def backward(self) -> None:
+    def backward(self) -> Tensor | None:
         with self.run.batch(range(self.problem.examples)):
-            super().backward()
+            return super().backward()
 
     def values(self) -> np.ndarray:
         history, names = self.run.history(), list(self.problem.targets)
@@ -124,7 +127,7 @@ class Direct(Trainer):
         self.steps = 0
         self.scores: Tensor | None = None
 
-    def backward(self) -> None:
+    def backward(self) -> Tensor | None:
         self.steps += 1
         rows = self.gradients()
         for p, r in zip(self.params, rows, strict=True):
@@ -139,6 +142,7 @@ class Direct(Trainer):
             )
             scores.append(LR * torch.stack(list(parts)).sum(0))
         self.scores = torch.stack(scores)
+        return None  # a loss for each example
 
     def gradients(self) -> list[Tensor]:
         """g_i of all parameters: [B, *W] each."""
