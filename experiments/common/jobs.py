@@ -6,14 +6,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from experiments.common.parts import ROOT, Experiment, Settings, finished
-
-Show = Callable[[str], None]
+from experiments.common.parts import ROOT, Experiment, finished
 
 
 @dataclass
@@ -24,23 +21,24 @@ class Jobs:
     size: str
     out: Path
     options: list[str]  # of the command line, for each part
-    show: Show
+    show: Callable[[str], None]
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
 
-    def run(self, parts: Mapping[str, Settings], jobs: int) -> None:
+    def run(self, names: Iterable[str], jobs: int) -> None:
         """All that are missing, so many at a time. What fails does not stop the others, but for
         those that build on it."""
-        parts_of_all = self.experiment.parts(self.size)
+        parts = self.experiment.parts(self.size)
+        needs = {name: self.experiment.needs(parts[name]) for name in names}
 
         def done(name: str) -> bool:
-            return finished(self.out, name, parts_of_all[name]) is not None
+            return finished(self.out, name, parts[name]) is not None
 
-        waiting = [name for name in parts if not done(name)]
+        waiting = [name for name in needs if not done(name)]
         try:
             while waiting or self.running:
                 self._collect()
-                ready = [n for n in waiting if all(map(done, self.experiment.needs(parts[n])))]
+                ready = [name for name in waiting if all(map(done, needs[name]))]
                 for name in ready[: jobs - len(self.running)]:
                     waiting.remove(name)
                     self._begin(name, jobs)
@@ -50,8 +48,12 @@ class Jobs:
         finally:
             for process in self.running.values():
                 process.terminate()
-        if self.failed or waiting:
-            raise ValueError(self._what_went_wrong(waiting))
+        wrong = [f"part {name} failed ({self._last_words(name)})" for name in self.failed]
+        if waiting:
+            missing = sorted({n for name in waiting for n in needs[name] if not done(n)})
+            wrong.append(f"not begun: {', '.join(waiting)}, which need {', '.join(missing)}")
+        if wrong:
+            raise ValueError("; ".join(wrong))
 
     def _begin(self, name: str, jobs: int) -> None:
         self.show(f"{name} …")
@@ -79,18 +81,6 @@ class Jobs:
     def _log(self, name: str) -> Path:
         return self.out / "logs" / f"{name}.log"
 
-    def _what_went_wrong(self, waiting: list[str]) -> str:
-        lines = []
-        for name in self.failed:
-            text = ""
-            with suppress(OSError):
-                text = self._log(name).read_text("utf-8", "replace").strip()
-            last = text.splitlines()[-1] if text else "it said nothing"
-            lines.append(f"part {name} failed ({last}): see {self._log(name)}")
-        if waiting:
-            needs = {n for w in waiting for n in self.experiment.needs(self._settings(w))}
-            lines.append(f"not begun: {', '.join(waiting)}, which need {', '.join(sorted(needs))}")
-        return "; ".join(lines)
-
-    def _settings(self, name: str) -> Settings:
-        return self.experiment.parts(self.size)[name]
+    def _last_words(self, name: str) -> str:
+        said = self._log(name).read_text("utf-8", "replace").split("\n")
+        return f"{next((x for x in said[::-1] if x.strip()), '')}: see {self._log(name)}"

@@ -38,22 +38,15 @@ class UnplannableError(Exception):
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor that leaves the backward pass. Whole numbers travel as float64; what a record has
-    as [B, T, ...] may leave as [B·T, ...], the shape in which the compiler's own products have it:
-    in another it would be copied."""
+    """A tensor that leaves the backward pass. Whole numbers travel as float64."""
 
-    own: tuple[int, ...]  # in the record
+    shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    merged: bool = False
 
     @staticmethod
-    def like(t: Tensor, merged: bool = False) -> Slot:
-        return Slot(tuple(t.shape), t.dtype, t.device, merged)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.own[0] * self.own[1], *self.own[2:]) if self.merged else self.own
+    def like(t: Tensor) -> Slot:
+        return Slot(tuple(t.shape), t.dtype, t.device)
 
     @property
     def carrier(self) -> torch.dtype:
@@ -90,14 +83,13 @@ class Meeting:
         tensors = [t for _, record in pairs for t in record.tensors()]
         if self.raw:
             tensors = [delta, *(call.leaves[i] for i in batched(call))]
-        leaving = [t.reshape(s.shape) for t, s in zip(tensors, self.slots, strict=True)]
-        return [*tap.totals(call, pairs, _unrolled), *leaving]
+        return [*tap.totals(call, pairs, _unrolled), *tensors]
 
     def arrived(self, tensors: Sequence[Tensor]) -> list[tuple[Node, Record]]:
         """Outside: the records again."""
         if self.plain:
             return [(r[0], _dense(t)) for r, t in zip(self.records, tensors, strict=True)]
-        given = [t.to(s.dtype).view(s.own) for t, s in zip(tensors, self.slots, strict=True)]
+        given = [t.to(s.dtype) for t, s in zip(tensors, self.slots, strict=True)]
         if self.raw:
             leaves = list(self.call.leaves)
             for i, x in zip(batched(self.call), given[1:], strict=True):
@@ -314,10 +306,11 @@ class Planner(fx.Interpreter):
         constants = [x for i, x in enumerate(call.leaves) if i not in batched(call)]
         if raw and any(isinstance(x, FakeTensor) for x in constants):
             raise UnplannableError(f"'{call.name}' needs what is known only when it runs")
-        slots = tuple(Slot.like(t, isinstance(r, Pair)) for _, r in pairs for t in r.tensors())
+        sent = [t for _, r in pairs for t in r.tensors()]
         if raw:
-            slots = tuple(Slot.like(t) for t in [out, *(call.leaves[i] for i in batched(call))])
+            sent = [out, *(call.leaves[i] for i in batched(call))]
         index = self.capture.calls - 1
+        slots = tuple(Slot.like(t) for t in sent)
         opened, records = tuple(self.capture.opened), tuple(_bare_record(p) for p in pairs)
         bare = replace(tap, micro=MicroBatch(call.B))
         meeting = Meeting(index, _bare(call), bare, opened, records, raw, slots)

@@ -102,7 +102,7 @@ class Recorder:
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         self._stream = self._stream or torch.cuda.Stream()
         where = {"pool": self._pool, "stream": self._stream}
-        cause: BaseException | None = None
+        result, cause = None, None
         try:
             with (
                 twins(modules, weights) as own,
@@ -116,11 +116,11 @@ class Recorder:
         except Exception:
             if cause is not None and not isinstance(cause, Exception):
                 raise cause from None  # Ctrl-C, which the end of the recording has replaced
-            torch.cuda.set_stream(before)
-            _settle(weights[0].device)
-            return None
         finally:
             torch.cuda.set_stream(before)  # where it fails, torch leaves the recording's in force
+        if result is None:
+            _settle(weights[0].device)
+            return None
         self._pool = graph.pool()
         return _Recording(graph, [x for x in static if isinstance(x, Tensor)], result)
 
@@ -141,7 +141,7 @@ def tried(
         return None
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(), torch.random.fork_rng([weights[0].device]):
-        warnings.simplefilter("ignore")  # torch calls this way to notice that a prototype
+        warnings.simplefilter("ignore")  # torch says that this debug mode is a prototype
         try:
             torch.cuda.set_sync_debug_mode("error")
             with twins(modules, weights) as own:
