@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 Stack = dict[str, nn.Parameter]
 Loss = Callable[[nn.Module, Any], Tensor]
+Gradients = Callable[[dict[str, Tensor], Any], dict[str, Tensor]]
 
 
 class WithLoss(nn.Module):
@@ -73,30 +74,27 @@ def outputs(model: nn.Module, stack: Stack, inputs: Tensor, rows: int = 128) -> 
 def backward(model: nn.Module, loss: Loss, stack: Stack, batches: Any) -> None:
     """Each copy's gradient on its own batch (tensors [C, B, ...]) into ``.grad``. Dropout is drawn
     for each copy on its own."""
-    one = torch.func.grad(_with_weights(model, loss))
-    grads = torch.func.vmap(one, randomness="different")(
-        {k: w.detach() for k, w in stack.items()}, batches
-    )
-    for k, w in stack.items():
-        w.grad = grads[k].contiguous()  # fused optimizers want the parameter's own layout
+    _into_grad(stack, _gradients(model, loss), batches)
 
 
 def train(
     model: nn.Module, loss: Loss, stack: Stack, optimizer: Optimizer, data: tuple[Tensor, ...],
     order: Sequence[Tensor], steps: Iterable[int],
-    precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    precision: Callable[[], AbstractContextManager[Any]] = nullcontext, compiled: bool = False,
 ) -> None:  # fmt: skip
     """Train each copy on its own rows of ``data``: ``order`` holds [C, B] for each step. Where B is
-    always the same, the gradients are recorded as a CUDA graph.
+    always the same, the gradients are recorded as a CUDA graph; they can be compiled before.
 
     ``precision`` makes the context of the forward pass, such as autocast. ``steps`` may change the
     learning rate between steps.
     """
-    ids = order[0].clone()
+    ids, grads = order[0].clone(), _gradients(model, loss)
+    if compiled:
+        grads = torch.compile(grads)
 
     def work() -> None:
         with precision():
-            backward(model, loss, stack, tuple(x[ids] for x in data))
+            _into_grad(stack, grads, tuple(x[ids] for x in data))
 
     alike = all(rows.shape == ids.shape for rows in order)
     again = replayed(work, ids.device) if alike else work
@@ -129,6 +127,17 @@ def replayed(work: Callable[[], None], device: torch.device, before: int = 2) ->
         warnings.warn(f"not recorded as a CUDA graph, and slow for it: {error}", stacklevel=2)
         return work
     return graph.replay
+
+
+def _gradients(model: nn.Module, loss: Loss) -> Gradients:
+    one = torch.func.grad(_with_weights(model, loss))
+    return torch.func.vmap(one, randomness="different")
+
+
+def _into_grad(stack: Stack, gradients: Gradients, batches: Any) -> None:
+    found = gradients({k: w.detach() for k, w in stack.items()}, batches)
+    for k, w in stack.items():
+        w.grad = found[k].contiguous()  # fused optimizers want the parameter's own layout
 
 
 def _with_weights(model: nn.Module, loss: Loss) -> Callable[[dict[str, Tensor], Any], Tensor]:

@@ -107,7 +107,7 @@ def fit(
     train(
         model, tasks.classify, stack, optimizer, task.train, rows.unbind(),
         warmed(optimizer, context.track(len(rows)), len(rows), lr, settings),
-        lambda: precision(settings, context),
+        lambda: precision(settings, context), compiled=context.device.type == "cuda",
     )  # fmt: skip
     model.eval()
     accuracy, loss = measured(model, stack, task.evaluation, settings, context)

@@ -69,8 +69,9 @@ def test_stacked_training_is_training_one_by_one():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("last", [5, 3])  # a smaller last batch is not recorded
-def test_a_training_loop_of_copies_is_its_steps(device, last):
+# a smaller last batch is not recorded
+@pytest.mark.parametrize(("last", "compiled"), [(5, False), (3, False), (5, True)])
+def test_a_training_loop_of_copies_is_its_steps(device, last, compiled):
     """On a GPU the loop is a recorded graph; a warning that it is not would be an error here."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
@@ -81,7 +82,9 @@ def test_a_training_loop_of_copies_is_its_steps(device, last):
         task = tasks.make({"model": "mlp", "examples": 30, "validation": 5}, context, torch.float64)
         stack, twin = stacked(task.model, tasks.optimizer("adamw", task.model, 1e-2), 3)
         if whole:
-            train(task.model, task.loss, stack, twin, task.train, order, range(4))
+            train(
+                task.model, task.loss, stack, twin, task.train, order, range(4), compiled=compiled
+            )  # fmt: skip
         for ids in () if whole else order:
             backward(task.model, task.loss, stack, task.batch(ids))
             twin.step()
