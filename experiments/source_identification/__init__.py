@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from experiments.common.figures import drawn_by
+from experiments.common.markdown import unfinished
 from experiments.common.parts import Context, Experiment, Settings
 from experiments.source_identification import models, scores
 from experiments.source_identification.ranking import ranks
@@ -111,6 +112,7 @@ EXPERIMENT = Experiment(
     headline=headline,
     tables={
         "reproduce-source-identification": table,
+        "reproduce-source-identification-unfinished": unfinished,
         "reproduce-source-identification-differences": differences,
     },
     figures={

@@ -343,7 +343,7 @@ if triton is not None:
                 total = tl.dot(high, tl.trans(g), total)
                 total = tl.dot(low, tl.trans(g), total)
             else:
-                total = tl.dot(u, tl.trans(g.to(tl.float32)), total, input_precision="ieee")
+                total = tl.dot(u, tl.trans(g.to(tl.float32)), total, input_precision="tf32x3")
             if WITH_G:
                 own = tl.load(of_own + at, mask=inside, other=0.0)
                 summed += tl.sum(own.to(tl.float32)[None, :] * u, axis=1)
