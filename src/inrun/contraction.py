@@ -98,15 +98,23 @@ def _joined(
     """The same without a kernel: small tensors (the many vectors of a model) in one product."""
     groups = [[x] for x in rows if x[1].numel() > _SMALL]
     small = [x for x in rows if x[1].numel() <= _SMALL]
-    found = []
+    found, own = [], []
     for group in [*groups, small] if small else groups:
-        d = _side_by_side([u[k].full for k, _ in group])
-        g = _side_by_side([wide(x) for _, x in group])
-        own = d.new_zeros(1, d.shape[1])
+        d = _directions([u[k] for k, _ in group])
+        found.append(d @ _side_by_side([wide(x) for _, x in group]).T)
         if G is not None:
-            own = _side_by_side([G[k][None] for k, _ in group]).to(d.dtype)
-        found.append(torch.cat([d @ g.T, d @ own.T], dim=1))
-    return torch.stack(found).sum(0, dtype=torch.float64)
+            own.append(d @ _side_by_side([G[k][None] for k, _ in group])[0].to(d.dtype))
+    total = torch.stack(found).sum(0, dtype=torch.float64)
+    last = torch.stack(own).sum(0, dtype=torch.float64) if own else total.new_zeros(len(total))
+    return torch.cat([total, last[:, None]], dim=1)
+
+
+def _directions(group: Sequence[Direction]) -> Tensor:
+    """K ⊙ v of all of them, side by side."""
+    factors = [d.K[None] for d in group if d.K is not None]
+    if len(group) == 1 or len(factors) < len(group):
+        return _side_by_side([d.full for d in group])
+    return _side_by_side(factors) * _side_by_side([d.v for d in group])
 
 
 def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:

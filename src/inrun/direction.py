@@ -8,11 +8,12 @@ validation gradient is taken.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from inrun import kernels
 from inrun.rules.base import LinearMap, Rule, Scale, learning_rate
 from inrun.rules.common import sign
 
+T = TypeVar("T")
 # Where on the path w_∅ → w_B (0 → 1) the gradient is taken; None is w_t, before the step.
 POINTS: dict[str, tuple[float | None, ...]] = {
     "current": (None,),
@@ -109,7 +111,7 @@ class Path:
         self.moved, self._static = moved, static
         self._points: dict[float, list[Tensor]] = {}  # kept: every target comes back to them
         self._fused = _fused(moved)
-        self._rows = list(_rows(moved)) if self._fused is None else []
+        self._rows = _rows(moved) if self._fused is None else []
 
     def maps(self, kind: str, x: float | None) -> list[LinearMap]:
         """The linear maps of an estimator that needs the point ``x`` next (one pass for both)."""
@@ -118,8 +120,8 @@ class Path:
         if self._fused is None:
             found = [row.work(kind, None if x in self._points else x) for row in self._rows]
             if x is not None and x not in self._points:
-                self._points[x] = self._kept(x, [w for _, weights in found for w in weights])
-            return [f for maps, _ in found for f in maps]
+                self._points[x] = self._kept(x, self._in_order([w for _, w in found]))
+            return self._in_order([maps for maps, _ in found])
         weights, factors = kernels.shift(self._fused, x, kind, self._memory(x))
         if x is not None and weights is not None:
             self._points[x] = weights
@@ -128,10 +130,16 @@ class Path:
 
     def _at(self, x: float) -> list[Tensor]:
         if self._fused is None:
-            return self._kept(x, [w for row in self._rows for w in row.at(x)])
+            return self._kept(x, self._in_order([row.at(x) for row in self._rows]))
         weights, _ = kernels.shift(self._fused, x, None, self._memory(x))
         assert weights is not None
         return weights
+
+    def _in_order(self, by_row: Sequence[Sequence[T]]) -> list[T]:
+        """What the rows found for their members, in the order of the parameters."""
+        places = [i for row in self._rows for i in row.places]
+        found = dict(zip(places, itertools.chain(*by_row), strict=True))
+        return [found[i] for i in range(len(places))]
 
     def _kept(self, x: float, weights: list[Tensor]) -> list[Tensor]:
         """On a GPU in memory that stays where it is."""
@@ -212,10 +220,11 @@ def _proxy(moved: Sequence[Moved]) -> list[LinearMap]:
 
 @dataclass(eq=False)
 class Row:
-    """Neighbours of one kind, computed in one piece: an update that takes each coordinate on its
+    """Parameters of one kind, computed in one piece: an update that takes each coordinate on its
     own does not know where a parameter ends, and a model has many small ones."""
 
     members: list[Moved]
+    places: list[int]  # among all parameters of the step
 
     def whole(self) -> Moved:
         """All of them as one parameter, flat; a single one as it is."""
@@ -275,24 +284,28 @@ def _of_each(x: Any, p: Tensor) -> bool:
 
 
 # Numbers in a row: on a GPU launches are what costs, on a host dispatch until caches overflow.
-_PIECE = {"cpu": 2**18, "cuda": 2**23}
+_PIECE = {"cpu": 2**15, "cuda": 2**23}
 
 
-def _rows(moved: Sequence[Moved]) -> Iterator[Row]:
-    """Every member begins at a multiple of 8 numbers: kernels want their tensors aligned."""
-    members: list[Moved] = []
-    kind: Any = None
-    size = 0
-    for m in moved:
-        own, more = _kind(m), m.p.numel()
+def _rows(moved: Sequence[Moved]) -> list[Row]:
+    """Small parameters of one kind in rows, large ones alone. Every member begins at a multiple of
+    8 numbers: kernels want their tensors aligned."""
+    rows: list[Row] = []
+    begun: dict[Any, tuple[Row, int]] = {}  # by kind: its last row, numbers in it
+    for i, m in enumerate(moved):
+        kind, n = _kind(m), m.p.numel()
         limit = _PIECE.get(m.p.device.type, _PIECE["cpu"])
-        if members and (own is None or own != kind or size % 8 or size + more > limit):
-            yield Row(members)
-            members, size = [], 0
-        members.append(m)
-        kind, size = own, size + more
-    if members:
-        yield Row(members)
+        row, size = begun.get(kind, (None, limit))
+        if kind is None or 2 * n >= limit:
+            rows.append(Row([m], [i]))
+        elif row is None or size % 8 or size + n > limit:
+            rows.append(Row([m], [i]))
+            begun[kind] = rows[-1], n
+        else:
+            row.members.append(m)
+            row.places.append(i)
+            begun[kind] = row, size + n
+    return rows
 
 
 def _kind(m: Moved) -> tuple[Any, ...] | None:

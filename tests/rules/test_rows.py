@@ -78,8 +78,10 @@ def test_rows_end_at_their_limit(monkeypatch):
     every = moved(optim.AdamW, {}, 2)
     monkeypatch.setitem(direction._PIECE, "cpu", 40)
     rows = Path(every)._rows
-    assert [m for row in rows for m in row.members] == every
+    assert all(every[i] is m for r in rows for i, m in zip(r.places, r.members, strict=True))
+    assert sorted(i for r in rows for i in r.places) == list(range(len(every)))
     assert all(len(r.members) == 1 or r.whole().p.numel() <= 40 for r in rows)
+    assert all(len(r.members) == 1 for r in rows if r.members[0].p.numel() >= 20)  # large: alone
     assert any(len(r.members) > 1 for r in rows)
     for row in rows:  # aligned: an odd one is the last of its row
         assert all(m.p.numel() % 8 == 0 for m in row.members[:-1])

@@ -22,10 +22,15 @@ Arg = tuple[int, str]
 def _affine(
     call: Call, delta: Tensor, xhat: Callable[[], Tensor], w: Arg, b: Arg | None, channels: bool
 ) -> Iterator[tuple[Any, Record]]:
-    for where, full in ((w, lambda: delta * xhat()), (b, lambda: delta)):
+    for where, full in ((w, lambda: _times(xhat(), delta)), (b, lambda: delta)):
         leaf = None if where is None else call.at(*where)
         if leaf is not None and call.nodes[leaf] is not None:
             yield call.nodes[leaf], _reduce(call, full(), leaf, channels)
+
+
+def _times(fresh: Tensor, other: Tensor) -> Tensor:
+    """Their product, in the memory of the first where it fits."""
+    return fresh.mul_(other) if fresh.dtype == other.dtype else fresh * other
 
 
 def _reduce(call: Call, full: Tensor, leaf: int, channels: bool) -> Record:

@@ -125,16 +125,20 @@ def shift(g: Tensor, w: Tensor, s: State, o: Options, x: float) -> tuple[Tensor,
     """The weights at x on the path and the secant, for what ``fused`` accepts: the formulas above
     with each quantity computed once and in place."""
     c = _scalars(g, s, o)
-    a1, a2, tiny = 1 - c.beta1, (1 - c.beta2) / c.c2, torch.finfo(g.dtype).tiny
+    a2, before = (1 - c.beta2) / c.c2, c.beta1 * c.size
     r0 = s["exp_avg_sq"] * (c.beta2 / c.c2)
     r = torch.addcmul(r0, g, g, value=a2).sqrt_()
-    r0.sqrt_()
-    both = r + r0
-    still = both == 0
-    without = (s["exp_avg"] * c.beta1).div_(r0.add_(c.eps))
-    K = torch.div(g, both.clamp_(min=tiny)).mul_(without).mul_(-a2 * c.size)
-    K.add_(a1 * c.size).div_(r.add_(c.eps)).masked_fill_(still, 0.0)
-    moved = (w.to(g.dtype) * decoupled_decay(o)).add_(without, alpha=-c.size)
+    both = r + r0.sqrt_()
+    still = None
+    if both.device.type != "cpu" or not both.numel() or not float(both.min()) > 0:
+        still = both == 0
+        both.clamp_(min=torch.finfo(g.dtype).tiny)
+    without = s["exp_avg"] / r0.add_(c.eps)
+    K = torch.div(g, both, out=both).mul_(without).mul_(-a2 * before)
+    K.add_((1 - c.beta1) * c.size).div_(r.add_(c.eps))
+    if still is not None:
+        K.masked_fill_(still, 0.0)
+    moved = (w.to(g.dtype) * decoupled_decay(o)).add_(without, alpha=-before)
     return moved.addcmul_(K, g, value=-x), K
 
 
