@@ -1,7 +1,8 @@
 """One part: every detector's scores (higher is more suspicious), how good they are, what they cost.
 
-Wall-clock is measured in this process; ``counted`` is the same from the number of passes, a
-backward pass being two forward ones. Both are multiples of one training and come on top of it.
+Wall-clock is measured in this process (with ``timed`` in the settings); ``counted`` is the same
+from the number of passes, a backward pass being two forward ones. Both are multiples of one
+training and come on top of it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def measure(settings: Settings, context: Context) -> dict[str, Any]:
         seconds |= found.pop("seconds", {})
         cost |= found.pop("cost", {})
     training = seconds.pop("training")
-    cost |= {name: t / training for name, t in seconds.items()}
+    if settings["timed"]:
+        cost |= {name: t / training for name, t in seconds.items()}
     k = int(problem.flipped.sum())
     return {
         "task": problem.name, "recipe": settings["recipe"], "rate": settings["rate"],
@@ -66,7 +68,8 @@ def inrun_values(trainer: Trainer) -> dict[str, Any]:
     scores = {e: -run.values(e)["value"].to_numpy() for e in ESTIMATORS}
     scores |= {f"harm, {e}": run.harm(e)["harm"].to_numpy() for e in ESTIMATORS}
     void = int(run.steps()["void"].notna().sum())
-    return {"scores": scores, "cost": watching(trainer), "void": void}
+    cost = watching(trainer) if trainer.settings["timed"] else {}
+    return {"scores": scores, "cost": cost, "void": void}
 
 
 def watching(trainer: Trainer) -> dict[str, float]:

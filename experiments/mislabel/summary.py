@@ -38,7 +38,7 @@ def one(runs: list[dict[str, Any]]) -> dict[str, Any]:
         cells[name] = {
             "auroc": interval([c["auroc"] for c in own]),
             "precision": interval([c["precision"] for c in own]),
-            "cost": interval([r["cost"][name] for r in runs]),
+            "cost": interval([r["cost"][name] for r in runs]) if first["cost"] else None,
             "counted": first["counted"][name],
         }
     return {
@@ -85,9 +85,10 @@ def headline(summary: dict[str, Any]) -> str:
     for key, s in summary.items():
         lines.append(f"{key}: accuracy {shown(s['accuracy'], 3)}")
         for name, c in s["detectors"].items():
+            cost = c["cost"]["mean"] if c["cost"] else c["counted"]
             lines.append(
                 f"  {name:24} AUROC {shown(c['auroc'], 3):22} precision "
-                f"{shown(c['precision'], 3):22} cost {c['cost']['mean']:+.2f}"
+                f"{shown(c['precision'], 3):22} cost {cost:+.2f}"
             )
     return "\n".join(lines)
 
@@ -143,10 +144,15 @@ def cost_table(committed: dict[str, Any]) -> str:
         cells = []
         for found in columns.values():
             own = [s["detectors"][name] for s in found]
-            cells.append(
-                f"{np.mean([c['cost']['mean'] for c in own]):.2f} ({own[0]['counted']:.2f})"
-            )
+            measured = [c["cost"]["mean"] for c in own if c["cost"]]
+            shown_first = f"{np.mean(measured):.2f} " if measured else ""
+            cells.append(f"{shown_first}({own[0]['counted']:.2f})")
         lines.append(row(WORDS.get(name, name), *cells))
-    seconds = [f"{np.mean([s['training_seconds'] for s in f]):.1f} s" for f in columns.values()]
+    seconds = [
+        f"{np.mean([s['training_seconds'] for s in f]):.1f} s"
+        if f[0]["detectors"][ORDER[0]]["cost"]
+        else "–"
+        for f in columns.values()
+    ]
     lines.append(row("*one training*", *seconds))
     return "\n".join(lines)
