@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -266,6 +267,27 @@ def verified() -> str:
     return "\n".join(lines)
 
 
+def precision() -> str:
+    """The same over several seeds."""
+    lines = [
+        "| model, batch | variant | Pearson R: lowest, median | relative error: median, highest |",
+        "|---|---|---:|---:|",
+    ]
+    notes = []
+    for path in sorted(RESULTS.glob("precision-*.json")):
+        data = json.loads(path.read_text())
+        for variant in ("fast", "tangent", "direct-loop"):
+            R, error = (
+                sorted(x[variant][k] for x in data["seeds"]) for k in ("R", "relative_error")
+            )
+            lines.append(
+                f"| {data['model']}, {data['batch']} × {data['length']} | `{variant}` "
+                f"| {R[0]:.5f}, {median(R):.5f} | {median(error):.1%}, {error[-1]:.1%} |"
+            )
+        notes.append(f"{data['model']}: {len(data['seeds'])} seeds; {measured_with(data)}")
+    return "\n".join([*lines, "", *notes])
+
+
 def choices() -> str:
     """How well the cost model chooses, by device, type and training."""
     lines = [
@@ -314,6 +336,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "targets-compiled": lambda: scaling("h200", "gpt2-compile", "targets-16-compile"),
     "stages": stages,
     "verified": verified,
+    "precision": precision,
     "choices": choices,
 } | reproduced()
 
