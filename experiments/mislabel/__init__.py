@@ -35,7 +35,7 @@ def parts(size: str) -> dict[str, Settings]:
             "digits-20": digits
             | few
             | {"examples": 200, "channels": 8, "epochs": 8, "batch": 20, "recipe": "8 epochs"},
-            "text-20": text | few | {"examples": 60, "rows": 16},
+            "text-20": text | few | {"examples": 60, "rows": 16, "timed": 0},
         }
     if size == "smoke":
         short = digits | {"recipe": "8 epochs", "epochs": 8}

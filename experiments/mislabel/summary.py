@@ -85,10 +85,10 @@ def headline(summary: dict[str, Any]) -> str:
     for key, s in summary.items():
         lines.append(f"{key}: accuracy {shown(s['accuracy'], 3)}")
         for name, c in s["detectors"].items():
-            cost = c["cost"]["mean"] if c["cost"] else c["counted"]
+            cost = f"{c['cost']['mean']:+.2f}" if c["cost"] else f"{c['counted']:+.2f} (counted)"
             lines.append(
                 f"  {name:24} AUROC {shown(c['auroc'], 3):22} precision "
-                f"{shown(c['precision'], 3):22} cost {cost:+.2f}"
+                f"{shown(c['precision'], 3):22} cost {cost}"
             )
     return "\n".join(lines)
 

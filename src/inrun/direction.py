@@ -22,7 +22,7 @@ from inrun import kernels
 from inrun.rules.base import LinearMap, Rule, Scale, learning_rate
 from inrun.rules.common import sign
 
-T = TypeVar("T")
+Found = TypeVar("Found")
 # Where on the path w_∅ → w_B (0 → 1) the gradient is taken; None is w_t, before the step.
 POINTS: dict[str, tuple[float | None, ...]] = {
     "current": (None,),
@@ -135,7 +135,7 @@ class Path:
         assert weights is not None
         return weights
 
-    def _in_order(self, by_row: Sequence[Sequence[T]]) -> list[T]:
+    def _in_order(self, by_row: Sequence[Sequence[Found]]) -> list[Found]:
         """What the rows found for their members, in the order of the parameters."""
         places = [i for row in self._rows for i in row.places]
         found = dict(zip(places, itertools.chain(*by_row), strict=True))

@@ -121,7 +121,7 @@ def contract(
             BP, QP = (max(16, min(triton.next_power_of_2(n), _EXAMPLES)) for n in (B, Q))
             _contract_many[(len(tensors), -(-B // BP), -(-Q // QP))](
                 *given, *types, BP=BP, Q=Q, QP=QP, BLOCK=64,
-                HALF=rows[0].dtype == torch.bfloat16, EVEN=even, **how,
+                HALF=rows[0].dtype == torch.bfloat16, EVEN=even, EXACT=_exact(device), **how,
             )  # fmt: skip
         else:
             BP = min(triton.next_power_of_2(B), _EXAMPLES)
@@ -129,6 +129,15 @@ def contract(
             _contract[(len(tensors),)](*given, *types, BP=BP, BLOCK=BLOCK, EVEN=even, **how)
         total += partial.sum(0, dtype=torch.float64)
     return total
+
+
+@lru_cache(maxsize=8)
+def _exact(device: torch.device) -> str:
+    """How float32 is multiplied: in three products of TF32 where the device has tensor cores for
+    them. (On an H200 their relative error was 2.6e-7, that of float32 products 1.1e-6.)"""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "ieee"
+    return "tf32x3" if torch.cuda.get_device_capability(device) >= (8, 0) else "ieee"
 
 
 def alike(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -311,7 +320,7 @@ if triton is not None:
         R: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
         B: tl.constexpr, BP: tl.constexpr, Q: tl.constexpr, QP: tl.constexpr,
         WITH_K: tl.constexpr, WITH_G: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-        HALF: tl.constexpr, EVEN: tl.constexpr,
+        HALF: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
     ):  # fmt: skip
         """Several directions: a matrix product. Against bfloat16 gradients a direction goes in two
         bfloat16 parts, which keeps 16 bits of it."""
@@ -343,7 +352,7 @@ if triton is not None:
                 total = tl.dot(high, tl.trans(g), total)
                 total = tl.dot(low, tl.trans(g), total)
             else:
-                total = tl.dot(u, tl.trans(g.to(tl.float32)), total, input_precision="tf32x3")
+                total = tl.dot(u, tl.trans(g.to(tl.float32)), total, input_precision=EXACT)
             if WITH_G:
                 own = tl.load(of_own + at, mask=inside, other=0.0)
                 summed += tl.sum(own.to(tl.float32)[None, :] * u, axis=1)

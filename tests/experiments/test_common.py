@@ -76,6 +76,7 @@ def test_a_training_loop_of_copies_is_its_steps(device, last, compiled):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     context = Context(torch.device(device))
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     order = [torch.randint(0, 30, (3, n)).to(device) for n in (5, 5, 5, last)]
     found = []
     for whole in (True, False):
@@ -89,6 +90,7 @@ def test_a_training_loop_of_copies_is_its_steps(device, last, compiled):
             backward(task.model, task.loss, stack, task.batch(ids))
             twin.step()
         found.append(stack)
+    assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs) == compiled
     for k, w in found[0].items():
         torch.testing.assert_close(w, found[1][k])
 

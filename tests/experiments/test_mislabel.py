@@ -12,7 +12,7 @@ from test_experiments import run
 from experiments import load
 from experiments.common.parts import Context, reproduce
 from experiments.mislabel import detectors, parts, problems
-from experiments.mislabel.summary import ORDER, confident
+from experiments.mislabel.summary import ORDER, confident, cost_table
 from experiments.mislabel.training import Trainer, copy_of, taken
 
 pytest.importorskip("sklearn", reason="needs the extra inrun[experiments]")
@@ -52,6 +52,10 @@ def test_mislabel(tmp_path):
     assert auroc["loss, end"] > 0.9
     cost = {name: c["cost"]["mean"] for name, c in found["detectors"].items()}
     assert cost["loss, end"] < 0.5 < cost["confident learning"]
+    untimed = next(s for s in summary.values() if s["task"] == "passages")["detectors"]
+    assert all(c["cost"] is None and c["counted"] > 0 for c in untimed.values())
+    shown = cost_table({"tiny": {"summary": summary}})
+    assert f"({untimed['EL2N']['counted']:.2f})" in shown and shown.count("–") == 1
 
 
 @pytest.mark.parametrize("settings", [DIGITS, TEXT], ids=["digits", "text"])

@@ -87,6 +87,30 @@ def test_rows_end_at_their_limit(monkeypatch):
         assert all(m.p.numel() % 8 == 0 for m in row.members[:-1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("zeros", ["none", "some", "empty"])
+@torch.no_grad()
+def test_weights_and_secant_in_one_pass(zeros, dtype):
+    """``shift`` beside the formulas that it rearranges; untouched coordinates carry nothing."""
+    torch.manual_seed(0)
+    n = 0 if zeros == "empty" else 60
+    p = torch.nn.Parameter(torch.randn(n, dtype=dtype))
+    optimizer = optim.AdamW([p], lr=1e-2)
+    untouched = torch.arange(n) % 3 == (0 if zeros == "some" else 3)
+    for _ in range(3):
+        p.grad = torch.randn_like(p).masked_fill(untouched, 0.0)
+        optimizer.step()
+    rule, group, state = rule_for(optimizer), optimizer.param_groups[0], optimizer.state[p]
+    given = [p.grad, p.data, state["exp_avg"], state["exp_avg_sq"]]
+    before = [x.clone() for x in given]
+    w, K = rule.shift(p.grad, p.data, state, group, 0.3)
+    assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
+    close = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {}
+    torch.testing.assert_close(K, rule.factor(p.grad, p.data, state, group), **close)
+    torch.testing.assert_close(w, Moved.of(p, p.grad, rule, state, group).at(0.3), **close)
+    assert bool((K[untouched] == 0).all())
+
+
 @pytest.mark.parametrize("kind", ["secant", "tangent", "sgd"])
 @torch.no_grad()
 def test_nothing_is_read_back_from_the_device(kind):

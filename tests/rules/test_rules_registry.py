@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
+import inrun
 from inrun.rules import base, decoupled_decay, refuse_optimizer, register_optimizer, rule_for
 
 
@@ -70,6 +71,37 @@ def test_subclasses_inherit() -> None:
     register_optimizer(Mine)(lion)
     assert rule_for(Mine([parameter()])).update is lion
     assert rule_for(optim.AdamW([parameter()])).update is not lion
+
+
+@pytest.mark.parametrize("form", ["ghost", "materialise"])
+def test_a_factor_may_be_one_number(form: Any) -> None:
+    """Of a rule of one's own; it is that of every coordinate."""
+
+    class Mine(optim.SGD):
+        pass
+
+    def factor(g: Tensor, w: Tensor, s: Any, o: Any) -> Tensor:
+        return torch.tensor(o["lr"])
+
+    found = []
+    for mine in (False, True):
+        if mine:
+            register_optimizer(Mine, factor=factor)(lambda g, w, s, o: o["lr"] * g)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+        optimizer = Mine(model.parameters(), lr=0.1)
+        data = torch.randn(5, 3)
+
+        def loss(model: nn.Module, x: Tensor) -> Tensor:
+            return model(x).square().mean()
+
+        run = inrun.watch(model, optimizer, validation=[data], loss=loss, form=form)
+        with run.batch(range(5)):
+            loss(model, data).backward()
+        optimizer.step()
+        found.append(torch.tensor(run.values()["value"].to_numpy()))
+    assert found[0].abs().sum() > 0
+    torch.testing.assert_close(*found)
 
 
 def test_unknown_optimizer_says_what_to_do() -> None:

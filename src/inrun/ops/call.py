@@ -154,7 +154,8 @@ class OpRule:
         if sizes is None:
             return call.with_(form="ghost")
         if call.form == "materialise":
-            return call
+            too_long = self.weight is None and sizes.dense > _LONGER * sizes.ghost
+            return call.with_(form="ghost") if too_long else call
         dense = sizes.dense <= sizes.ghost
         if call.form == "grouped":
             dense = dense and sizes.product is None
@@ -164,6 +165,7 @@ class OpRule:
         return call.with_(form="materialise" if dense else "ghost")
 
 
+_LONGER = 32  # a table so many times as long as the text: its look-ups are never written out
 _RULES: dict[Any, OpRule] = {}
 
 

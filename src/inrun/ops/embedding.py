@@ -36,6 +36,4 @@ def embedding(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
         padding = padding % W.shape[0]
         d = d.masked_fill((rows == padding)[..., None], 0.0)
     record = Lookup(rows, d, W.shape[0])
-    # of a table longer than the text the ghost form is smaller and quicker, whatever was asked for
-    dense = call.form == "materialise" and W.shape[0] <= rows.shape[1]
-    yield call.node(*weight), Dense(record.rows()) if dense else record
+    yield call.node(*weight), Dense(record.rows()) if call.form == "materialise" else record

@@ -125,20 +125,21 @@ def shift(g: Tensor, w: Tensor, s: State, o: Options, x: float) -> tuple[Tensor,
     """The weights at x on the path and the secant, for what ``fused`` accepts: the formulas above
     with each quantity computed once and in place."""
     c = _scalars(g, s, o)
-    a2, before = (1 - c.beta2) / c.c2, c.beta1 * c.size
+    a2, size1 = (1 - c.beta2) / c.c2, c.beta1 * c.size
     r0 = s["exp_avg_sq"] * (c.beta2 / c.c2)
     r = torch.addcmul(r0, g, g, value=a2).sqrt_()
     both = r + r0.sqrt_()
     still = None
+    # zeros are looked for where that is no waiting for a device, and masked where there may be some
     if both.device.type != "cpu" or not both.numel() or not float(both.min()) > 0:
         still = both == 0
         both.clamp_(min=torch.finfo(g.dtype).tiny)
     without = s["exp_avg"] / r0.add_(c.eps)
-    K = torch.div(g, both, out=both).mul_(without).mul_(-a2 * before)
+    K = torch.div(g, both, out=both).mul_(without).mul_(-a2 * size1)
     K.add_((1 - c.beta1) * c.size).div_(r.add_(c.eps))
     if still is not None:
         K.masked_fill_(still, 0.0)
-    moved = (w.to(g.dtype) * decoupled_decay(o)).add_(without, alpha=-before)
+    moved = (w.to(g.dtype) * decoupled_decay(o)).add_(without, alpha=-size1)
     return moved.addcmul_(K, g, value=-x), K
 
 

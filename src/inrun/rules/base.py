@@ -103,7 +103,7 @@ class Rule:
         """The map v ↦ Jᵀv at g."""
         g, s = _raise(g, s, torch.float32)
         if self.derivative is not None:
-            return Scale(self.derivative(g, w, s, o))
+            return Scale(self.derivative(g, w, s, o).expand_as(g))
         return _pullback(self.twin or self.update, g, w, s, o)[1]
 
     @torch.no_grad()
@@ -111,7 +111,7 @@ class Rule:
         """The map v ↦ K⊙v (or the path integral), for which ⟨u, g⟩ = ⟨v, update(g) − update(0)⟩."""
         g, s = _raise(g, s, torch.float32)
         if self.factor is not None:
-            return Scale(self.factor(g, w, s, o))
+            return Scale(self.factor(g, w, s, o).expand_as(g))
         if self.coordinatewise:
             return Scale(divided_difference(self.update, g, w, s, o))
 
