@@ -119,7 +119,7 @@ def _directions(group: Sequence[Direction]) -> Tensor:
 
 def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:
     """[n, *W] each, as rows [n, numbers]."""
-    flat = [t.reshape(len(t), -1) for t in tensors]
+    flat = [t if t.ndim == 2 else t.reshape(len(t), -1) for t in tensors]
     return flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
 
 

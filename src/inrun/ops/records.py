@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -68,19 +68,14 @@ class Record:
 
     def map(self: R, f: Callable[[Tensor], Tensor]) -> R:
         """The same record with ``f`` applied to its tensors (moved to another device, say)."""
-        changed = {
-            x.name: f(value)
-            for x in fields(self)
-            if isinstance(value := getattr(self, x.name), Tensor)
-        }
-        return replace(self, **changed)
+        return replace(self, **{k: f(v) for k, v in vars(self).items() if isinstance(v, Tensor)})
 
     def to(self: R, device: torch.device) -> R:
         """On this device."""
         return self.map(lambda t: t.to(device)) if self.tensors()[0].device != device else self
 
     def tensors(self) -> list[Tensor]:
-        return [v for x in fields(self) if isinstance(v := getattr(self, x.name), Tensor)]
+        return [v for v in vars(self).values() if isinstance(v, Tensor)]
 
 
 @dataclass(eq=False)
