@@ -14,11 +14,16 @@ def draw(committed: dict[str, Any]) -> Any:
     size, summary = last(committed)
     cells = summary["cells"]
     optimizers = list(dict.fromkeys(c["optimizer"] for c in cells))
-    columns = list(dict.fromkeys(c["by"] for c in cells if c["by"]))
-    figure, axes = canvas(len(columns), len(optimizers), 2.9, 2.8)
-    for row, optimizer in zip(axes, optimizers, strict=True):
+    named = [c["by"].split(", ") for c in cells if c["by"]]
+    estimators, targets = (list(dict.fromkeys(x)) for x in zip(*named, strict=True))
+    rows = [(optimizer, target) for optimizer in optimizers for target in targets]
+    figure, axes = canvas(len(estimators), len(rows), 3.4, 2.7)
+    for row, (optimizer, target) in zip(axes, rows, strict=True):
         own = [c for c in cells if c["optimizer"] == optimizer]
-        for ax, by in zip(row, columns, strict=True):
+        for ax, estimator in zip(row, estimators, strict=True):
+            by = f"{estimator}, {target}"
+            if ax is not row[0]:
+                ax.sharey(row[0])
             if not any(c["by"] == by for c in own):
                 ax.set_axis_off()
                 continue
@@ -41,10 +46,9 @@ def draw(committed: dict[str, Any]) -> Any:
             full = next(f for f in summary["full"]
                         if (f["optimizer"], f["lr"]) == (optimizer, own[0]["lr"]))  # fmt: skip
             ax.axhline(full["accuracy"]["mean"], color="black", lw=0.7, label="everything")
-            estimator, target = by.split(", ")
             ax.set_title(f"{NAMES[optimizer]} ({size})\n{SHORT[estimator]}, {target}", fontsize=8)
             ax.set(xlabel="removed, %", ylabel="accuracy")
             ax.set_xticks(sorted({100 * c["ratio"] for c in own}))
-            ax.sharey(row[0])
-    axes[0][0].legend(fontsize=7)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=7, loc="outside lower center", ncols=len(labels))
     return figure
