@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import inrun
 from inrun.capture import Capture
 from inrun.ops import cost
 from inrun.ops.cost import MEMORY, Layer
@@ -83,6 +84,51 @@ def test_neither_form_keeps_many_times_what_the_other_does(
             assert chosen == (quicker == "dense")
         seen.add(within)
     assert seen == {True, False}
+
+
+@pytest.mark.parametrize("device, dtype", DEVICES)
+def test_more_directions_never_speak_for_ghost(device, dtype):
+    """And some make the difference: a ghost pays a product for each, T times as large as that with
+    gradients (so not at T = 1)."""
+    turned = 0
+    for I, O in WIDTHS:  # noqa: E741
+        for T in (4, 16, 64, 256):
+            layers = [Layer(16, T, I, O, dtype, device, Q) for Q in (1, 2, 8, 64, 1024)]
+            chosen = [cost.materialise(x, fast=True) for x in layers]
+            assert chosen == sorted(chosen)
+            turned += chosen[0] != chosen[-1]
+    assert turned >= 3
+
+
+def test_neither_do_many_directions_allow_any_memory():
+    layer = Layer(64, 1, 3072, 3072, HALF, "cuda", Q=10_000)
+    assert layer.I * layer.O > cost.MEMORY * cost.MANY * layer.T * (layer.I + layer.O)
+    assert not cost.materialise(layer, fast=True)
+
+
+def test_targets_and_estimators_are_counted():
+    """A layer whose form they decide."""
+    B, T, width = 4, 2, 256
+    one, many = (Layer(B, T, width, width, SINGLE, "cpu", Q) for Q in (1, 24))
+    assert not cost.materialise(one, True) and cost.materialise(many, True)
+    torch.manual_seed(0)
+    x = torch.randn(B, T, width, dtype=SINGLE)
+
+    def loss(model, batch):
+        return model(batch).square().mean()
+
+    for targets, estimators, kind in ((1, ["secant"], "pair"), (12, ["secant", "sgd"], "dense")):
+        model = nn.Linear(width, width, bias=False, dtype=SINGLE)
+        optimizer = torch.optim.AdamW(model.parameters())
+        named = {f"t{q}": [torch.randn(1, T, width, dtype=SINGLE)] for q in range(targets)}
+        run = inrun.watch(
+            model, optimizer, targets=named, loss=loss, estimator=estimators, training="fast"
+        )
+        with run.batch(range(B)):
+            loss(model, x).backward()
+        optimizer.step()
+        assert [k for _, k in run._capture.coverage["weight"]] == [kind]
+        run.close()
 
 
 def test_bitwise_training_pays_for_both_gradients():

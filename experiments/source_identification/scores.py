@@ -16,10 +16,7 @@ from experiments.source_identification.texts import Problem
 
 ESTIMATORS = ("sgd", "tangent", "secant")
 Rows = tuple[Tensor, ...]  # tokens and how many count: models.LanguageModel.rows
-# Per-example gradients are formed: with more queries than tokens in a text that is cheaper.
-WATCHED: dict[str, Any] = {
-    "loss": loss, "audit_every": 0, "form": "materialise", "training": "fast"
-}  # fmt: skip
+WATCHED: dict[str, Any] = {"loss": loss, "audit_every": 0, "training": "fast"}
 
 
 def along_the_run(

@@ -55,6 +55,7 @@ class Capture(Provenance):
         batch_dim: the dimension of the examples in the model's inputs.
         form: force the ghost or the materialised form where an operation has both.
         fast: form weight gradients as sums of per-example gradients.
+        directions: how many the records will be contracted with.
         probe: keep records only; no parameter receives a gradient.
         offload: keep records in host memory.
         check_memory: called with the bytes of every record that is kept.
@@ -69,6 +70,7 @@ class Capture(Provenance):
         batch_dim: int = 0,
         form: Form = "auto",
         fast: bool = False,
+        directions: int = 1,
         probe: bool = False,
         offload: bool = False,
         check_memory: Callable[[int], None] = lambda new: None,
@@ -76,7 +78,7 @@ class Capture(Provenance):
     ) -> None:
         super().__init__(list(model.modules()), params, batch_dim)
         self.model, self.form, self.offload = model, form, offload
-        self.fast, self.probe = fast, probe
+        self.fast, self.directions, self.probe = fast, directions, probe
         self.check_memory, self.on_first_gradient = check_memory, on_first_gradient
         self.coverage: dict[str, set[tuple[str, str]]] = {}
         self.blocks = Blocks()
@@ -223,7 +225,9 @@ class Capture(Provenance):
                 return body(*args, **kwargs)
         leaves, spec = flatten(args, kwargs)
         nodes, layouts = self._operands(leaves)
-        call = prepare(func, leaves, spec, nodes, layouts, self.live.B, self.form, self.fast)
+        call = prepare(
+            func, leaves, spec, nodes, layouts, self.live.B, self.form, self.fast, self.directions
+        )
         detached = summed = summed_leaves(rule, call) if self.fast else ()
         if self.probe:
             detached = tuple(i for i, n in enumerate(nodes) if n is not None)

@@ -17,7 +17,7 @@ from inrun.tap import shape_of
 
 def prepare(
     func: Any, leaves: Sequence[Any], spec: Spec, nodes: Sequence[Any],
-    layouts: Sequence[Layout | None], B: int, form: Form, fast: bool = False,
+    layouts: Sequence[Layout | None], B: int, form: Form, fast: bool = False, directions: int = 1,
 ) -> Call:  # fmt: skip
     """The call, with what its rule will need, before the operation runs. Its form is settled."""
     saved = [x.detach() if n is not None else x for x, n in zip(leaves, nodes, strict=True)]
@@ -28,7 +28,7 @@ def prepare(
     pure = getattr(torch, name_of(func), None) if in_place(func) else func
     call = Call(pure or func, spec, tuple(saved), tuple(nodes), tuple(layouts), Layout(0), B, form)
     rule = op_rule(func)
-    return call if rule is None else rule.settled(call, fast)
+    return call if rule is None else rule.settled(call, fast, directions)
 
 
 def shapes_suffice(func: Any) -> bool:

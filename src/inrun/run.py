@@ -76,8 +76,8 @@ class Run(Summary, Tables):
         self._limit, self._held = memory_limit, 0
         self._capture = Capture(
             model, self.params, batch_dim=config.batch_dim, form=config.form,
-            fast=config.training == "fast", offload=offload, check_memory=self._account,
-            on_first_gradient=self._drop_skipped,
+            fast=config.training == "fast", directions=len(self.targets) * len(self.estimators),
+            offload=offload, check_memory=self._account, on_first_gradient=self._drop_skipped,
         )  # fmt: skip
         self._pending: list[tuple[np.ndarray, MicroBatch | None]] = []
         self._unsettled: deque[tuple[StepRecord, Pending]] = deque()

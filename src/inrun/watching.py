@@ -71,8 +71,8 @@ def watch(
         every: score a random one in so many steps, weighted by it.
         ignore: names of parameters to leave out.
         batch_dim: the dimension of the examples in the model's inputs (1 for sequence-first).
-        form: force "ghost" or "materialise" where an operation has both (but for look-ups in long
-            tables); "auto" takes the cheaper (docs/costs.md).
+        form: force "ghost" or "materialise" where an operation has both; "auto" takes the cheaper
+            (docs/costs.md).
         chunk: rows of a validation batch to process at a time (right for losses that are means
             over rows); chosen by itself when a GPU runs out of memory.
         offload: keep what is captured in host memory until the step.

@@ -141,7 +141,7 @@ class OpRule:
     vectors: tuple[tuple[int, str], ...] = ()
     sizes: Callable[[Call], Sizes | None] | None = None
 
-    def settled(self, call: Call, fast: bool) -> Call:
+    def settled(self, call: Call, fast: bool, directions: int) -> Call:
         """The call with its form chosen, where that was left to us.
 
         For products of matrices by the cost model, elsewhere the smaller one. ``sizes`` is None for
@@ -154,18 +154,17 @@ class OpRule:
         if sizes is None:
             return call.with_(form="ghost")
         if call.form == "materialise":
-            too_long = self.weight is None and sizes.dense > _LONGER * sizes.ghost
-            return call.with_(form="ghost") if too_long else call
+            return call
         dense = sizes.dense <= sizes.ghost
         if call.form == "grouped":
             dense = dense and sizes.product is None
         elif sizes.product is not None and self.weight is not None:
             W = call.value(*self.weight)
-            dense = cost.materialise(cost.Layer(call.B, *sizes.product, *operand(W)), fast)
+            layer = cost.Layer(call.B, *sizes.product, *operand(W), directions)
+            dense = cost.materialise(layer, fast)
         return call.with_(form="materialise" if dense else "ghost")
 
 
-_LONGER = 32  # a table so many times as long as the text: its look-ups are never written out
 _RULES: dict[Any, OpRule] = {}
 
 

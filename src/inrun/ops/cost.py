@@ -1,12 +1,13 @@
 """Which form of a layer's per-example gradients is cheaper: a model of time and memory.
 
-For one product y = x Wᵀ with B examples of T tokens, I inputs and O outputs (records.py):
+For one product y = x Wᵀ with B examples of T tokens, I inputs and O outputs (records.py), scored
+along Q directions (targets times estimators):
 
 * *materialise*: g_i of every example by a batched product, B·T·I·O multiplications; B·I·O numbers
-  are written, and read by the contraction. With ``training="fast"`` they are read once more by
-  the sum over examples, which then is the layer's own weight gradient;
-* *ghost*: the contraction is one more product, B·T·I·O multiplications, and some passes over its
-  B·T·O results. The layer's own weight gradient is formed as always.
+  are written, and read by the contraction (Q·B·I·O multiplications). With ``training="fast"`` they
+  are read once more by the sum over examples, which then is the layer's own weight gradient;
+* *ghost*: the contraction is Q more products, B·T·I·O multiplications each, and some passes over
+  their B·T·O results. The layer's own weight gradient is formed as always.
 
 Only shapes, type and device are looked at: compiled graphs are planned on tensors without data.
 """
@@ -28,6 +29,7 @@ class Layer:
     O: int  # noqa: E741
     dtype: torch.dtype
     device: str
+    Q: int = 1
 
 
 @dataclass(frozen=True)
@@ -53,16 +55,19 @@ RATES = {
     ("cuda", True): Rates(5.5e14, 6.2e14, 2.7e12, 5.6e-5, 0.0),
 }
 # A form that keeps more than so many times the numbers of the other is not taken, where these are
-# more bytes than so many.
-MEMORY, SMALL = 3, 2**26
+# more bytes than so many. For each direction up to so many, gradients may be as many times larger:
+# they save a product.
+MEMORY, SMALL, MANY = 3, 2**26, 8
 
 
 def materialise(layer: Layer, fast: bool) -> bool:
     """Is it better to form the layer's per-example gradients?"""
     ghost, dense = layer.T * (layer.I + layer.O), layer.I * layer.O
     large = layer.B * max(ghost, dense) * layer.dtype.itemsize > SMALL
-    if large and max(ghost, dense) > MEMORY * min(ghost, dense):
-        return dense < ghost
+    if large and ghost > MEMORY * dense:
+        return True
+    if large and dense > MEMORY * min(layer.Q, MANY) * ghost:
+        return False
     in_ghost_form, materialised = seconds(layer, fast)
     return materialised <= in_ghost_form
 
@@ -87,13 +92,13 @@ def work(layer: Layer, fast: bool) -> tuple[tuple[int, int], tuple[int, int]]:
     size = layer.dtype.itemsize
     tokens, weights = B * T * (I + O) * size, I * O * 4
     passes = 30 if size == 2 else 5 * size
-    ghost = tokens + B * T * O * passes + weights
-    dense = tokens + 2 * B * I * O * size
+    ghost = tokens + layer.Q * (B * T * O * passes + weights)
+    dense = tokens + (1 + -(-layer.Q // 64)) * B * I * O * size + (layer.Q - 1) * weights
     if fast:
         ghost += tokens + weights
         dense += B * I * O * size + weights
     products = B * T * I * O
-    return ((1 + fast) * products, ghost), (products, dense)
+    return ((layer.Q + fast) * products, ghost), (products + (layer.Q - 1) * B * I * O, dense)
 
 
 def rates_of(layer: Layer) -> Rates:
