@@ -133,7 +133,7 @@ def contract(
 
 @lru_cache(maxsize=8)
 def _exact(device: torch.device) -> str:
-    """How float32 is multiplied: in three products of TF32, which keep float32's precision, where the
+    """How float32 is multiplied: in three products of TF32, which keep its precision, where the
     device has tensor cores for them."""
     if device.type != "cuda" or torch.version.hip is not None:
         return "ieee"
