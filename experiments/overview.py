@@ -53,7 +53,8 @@ def headlines() -> str:
 
 
 def found(name: str) -> list[str]:
-    """The rows of an experiment at the largest size at which each is committed."""
+    """The rows of an experiment at the largest size that is committed, and with them those of tasks
+    that only the smoke size has."""
     committed = load(name).committed()
     if name == "efficiency":
         committed = with_costs(committed)
@@ -61,7 +62,7 @@ def found(name: str) -> list[str]:
         return []
     size, summary = last(committed)
     rows = {what: row(what, size, *cells) for what, *cells in ROWS[name](summary)}
-    if name == "mislabel" and size != "smoke":  # which has tasks of its own
+    if name == "mislabel" and size != "smoke":
         for what, *cells in ROWS[name](committed["smoke"]["summary"]):
             rows.setdefault(what, row(what, "smoke", *cells))
     return list(rows.values())

@@ -46,7 +46,9 @@ def one(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "seeds": [r["seed"] for r in runs],
         "void": sum(r["void"] for r in runs),
         "accuracy": interval([r["accuracy"] for r in runs]),
-        "training_seconds": float(np.mean([r["training_seconds"] for r in runs])),
+        "training_seconds": float(np.mean([r["training_seconds"] for r in runs]))
+        if first["cost"]
+        else None,
         "issues": {
             k: interval([r["found"][k] for r in runs]) for k in ("issues", "correct", "recall")
         },
@@ -144,15 +146,13 @@ def cost_table(committed: dict[str, Any]) -> str:
         cells = []
         for found in columns.values():
             own = [s["detectors"][name] for s in found]
-            measured = [c["cost"]["mean"] for c in own if c["cost"]]
-            shown_first = f"{np.mean(measured):.2f} " if measured else ""
-            cells.append(f"{shown_first}({own[0]['counted']:.2f})")
+            measured = (
+                [f"{np.mean([c['cost']['mean'] for c in own]):.2f}"] if own[0]["cost"] else []
+            )
+            cells.append(" ".join([*measured, f"({own[0]['counted']:.2f})"]))
         lines.append(row(WORDS.get(name, name), *cells))
-    seconds = [
-        f"{np.mean([s['training_seconds'] for s in f]):.1f} s"
-        if f[0]["detectors"][ORDER[0]]["cost"]
-        else "–"
-        for f in columns.values()
-    ]
-    lines.append(row("*one training*", *seconds))
+    each = [[s["training_seconds"] for s in found] for found in columns.values()]
+    lines.append(
+        row("*one training*", *(f"{np.mean(x):.1f} s" if x[0] is not None else "–" for x in each))
+    )
     return "\n".join(lines)

@@ -58,6 +58,7 @@ RATES = {
 # more bytes than so many. For each direction up to so many, gradients may be as many times larger:
 # they save a product.
 MEMORY, SMALL, MANY = 3, 2**26, 8
+TOGETHER = 64  # directions that gradients are read once for (kernels.py)
 
 
 def materialise(layer: Layer, fast: bool) -> bool:
@@ -92,8 +93,9 @@ def work(layer: Layer, fast: bool) -> tuple[tuple[int, int], tuple[int, int]]:
     size = layer.dtype.itemsize
     tokens, weights = B * T * (I + O) * size, I * O * 4
     passes = 30 if size == 2 else 5 * size
+    readings = -(-layer.Q // TOGETHER)
     ghost = tokens + layer.Q * (B * T * O * passes + weights)
-    dense = tokens + (1 + -(-layer.Q // 64)) * B * I * O * size + (layer.Q - 1) * weights
+    dense = tokens + (1 + readings) * B * I * O * size + (layer.Q - 1) * weights
     if fast:
         ghost += tokens + weights
         dense += B * I * O * size + weights
