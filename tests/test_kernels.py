@@ -105,21 +105,23 @@ def shifted(dtypes, kind, x):
     return errors
 
 
+def apart(x, room):
+    """With room after each row, as where it was cut out of something."""
+    n = -(-x[0].numel() // 8) * 8 + room
+    whole = torch.full((len(x), n), float("nan"), dtype=x.dtype)
+    whole[:, : x[0].numel()] = x.reshape(len(x), -1)
+    return whole.as_strided(x.shape, (n, *x[0].stride()))
+
+
 def contracted(B, Q, dtype, layout, with_K=1, with_G=1):
     from inrun import kernels
 
     torch.manual_seed(0)
-    rows = []
-    for shape in SHAPES:
-        g = torch.randn(B, *shape).to(getattr(torch, dtype))
-        if layout == "gaps":  # room after each example, as where it was cut out of something
-            n = -(-g[0].numel() // 8) * 8 + 8
-            room = torch.full((B, n), float("nan"), dtype=g.dtype)
-            room[:, : g[0].numel()] = g.reshape(B, -1)
-            g = room.as_strided(g.shape, (n, *g[0].stride()))
-        rows.append(g)
+    rows = [torch.randn(B, *s).to(getattr(torch, dtype)) for s in SHAPES]
     K = [torch.randn(s) for s in SHAPES] if with_K else None
     v = [torch.randn(Q, *s) for s in SHAPES]
+    if layout == "gaps":
+        rows, v = [apart(r, 8) for r in rows], [apart(x, 16) for x in v]
     G = [r.float().sum(0) for r in rows] if with_G else None
     found = kernels.contract(rows, K, v, G)
     expected = torch.zeros(Q, B + 1, dtype=torch.float64)

@@ -87,7 +87,7 @@ def _fused(
     names = [k for k, _ in rows]
     factors = [kernels.in_order(x) for k in names if (x := u[k].K) is not None]
     K = factors if len(factors) == len(names) else None
-    v = [kernels.in_order(u[k].v if K is not None else u[k].full) for k in names]
+    v = [kernels.rows_in_order(u[k].v if K is not None else u[k].full) for k in names]
     own = None if G is None else [G[k] for k in names]
     return kernels.contract([g for _, g in rows], K, v, own)
 

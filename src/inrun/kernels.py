@@ -41,9 +41,12 @@ def usable(tensors: Sequence[Tensor]) -> bool:
 
 def usable_rows(grads: Tensor) -> bool:
     """The same for per-example gradients [B, *W], which may have gaps between examples."""
-    if triton is None or not grads.is_cuda or grads.dtype not in _TYPES:
-        return False
-    return grads.data_ptr() % 16 == 0 and (grads.is_contiguous() or grads[0].is_contiguous())
+    known = triton is not None and grads.is_cuda and grads.dtype in _TYPES
+    return known and _rows_in_order(grads)
+
+
+def _rows_in_order(x: Tensor) -> bool:
+    return x.data_ptr() % 16 == 0 and (x.is_contiguous() or x[0].is_contiguous())
 
 
 def in_order(x: Tensor) -> Tensor:
@@ -51,6 +54,11 @@ def in_order(x: Tensor) -> Tensor:
     if x.is_contiguous() and x.data_ptr() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def rows_in_order(x: Tensor) -> Tensor:
+    """The same for each row; there may be gaps between them."""
+    return x if _rows_in_order(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 Numbers = tuple[Any, Any, float, Any, Any]  # β₁, β₂, ε, η, decay of a parameter group
@@ -105,23 +113,25 @@ def contract(
 ) -> Tensor:
     """Σ over tensors of ⟨K ⊙ v_q, g_i⟩, and in the last column ⟨K ⊙ v_q, G⟩: [Q, B + 1].
 
-    ``rows`` are [B, *W], ``v`` [Q, *W]; K (None: 1) and G have the shape W.
+    ``rows`` are [B, *W], ``v`` [Q, *W], perhaps with gaps between rows; K (None: 1) and G have the
+    shape W.
     """
     B, Q, device = len(rows[0]), len(v[0]), rows[0].device
     sizes = tuple(x.numel() // Q for x in v)
-    between = tuple(r.stride(0) for r in rows)
+    strides = tuple(x.stride(0) for x in rows), tuple(x.stride(0) for x in v)
     table = _addresses([list(rows), list(K or []), list(v), list(G or [])], device)
     types = _type(rows[0]), _type(v[0]), _type(G[0]) if G else tl.float32
     total = torch.zeros((Q, B + 1), dtype=torch.float64, device=device)
-    for even, tensors, starts in _chunks(sizes, device, between):
+    for even, tensors, starts in _chunks(sizes, device, *strides):
         partial = torch.empty((len(tensors), Q, B + 1), dtype=torch.float32, device=device)
-        given = (table, _sizes(sizes, device), _sizes(between, device), tensors, starts, partial)
+        given = (table, _sizes(sizes, device), _sizes(strides[0], device), tensors, starts, partial)
         how = {"B": B, "WITH_K": K is not None, "WITH_G": G is not None, "CHUNK": _CHUNK}
         if Q > 1:
             BP, QP = (max(16, min(triton.next_power_of_2(n), _EXAMPLES)) for n in (B, Q))
+            half = rows[0].dtype == torch.bfloat16
             _contract_many[(len(tensors), -(-B // BP), -(-Q // QP))](
-                *given, *types, BP=BP, Q=Q, QP=QP, BLOCK=64,
-                HALF=rows[0].dtype == torch.bfloat16, EVEN=even, EXACT=_exact(device), **how,
+                *given, _sizes(strides[1], device), *types, BP=BP, Q=Q, QP=QP, HALF=half,
+                EVEN=even, EXACT=_exact(device), **_tiles(BP * QP, half), **how,
             )  # fmt: skip
         else:
             BP = min(triton.next_power_of_2(B), _EXAMPLES)
@@ -129,6 +139,15 @@ def contract(
             _contract[(len(tensors),)](*given, *types, BP=BP, BLOCK=BLOCK, EVEN=even, **how)
         total += partial.sum(0, dtype=torch.float64)
     return total
+
+
+def _tiles(results: int, half: bool) -> dict[str, int]:
+    """How many numbers of a row at a time, and how many warps: the quickest that were tried on an
+    H200. For 16 directions and 16 examples in bfloat16 one warp takes 0.51 ms where the usual four
+    take 1.3 and the reading alone 0.34."""
+    if results <= 256:
+        return {"BLOCK": 128 if half else 32, "num_warps": 1}
+    return {"BLOCK": 128 if half and results <= 1024 else 64, "num_warps": 4}
 
 
 @lru_cache(maxsize=8)
@@ -169,7 +188,7 @@ def _sizes(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _chunks(
-    sizes: tuple[int, ...], device: torch.device, strides: tuple[int, ...] = ()
+    sizes: tuple[int, ...], device: torch.device, *strides: tuple[int, ...]
 ) -> list[tuple[bool, Tensor, Tensor]]:
     """For each program: its tensor, and where in it the chunk begins. First those of tensors all of
     whose sizes and strides are multiples of 16 (True), which need not be read number by number."""
@@ -177,7 +196,7 @@ def _chunks(
     tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     starts = (torch.arange(len(tensors)) - first) * _CHUNK
-    uneven = torch.tensor(sizes) % 16 + torch.tensor(strides or sizes) % 16
+    uneven = (torch.tensor([sizes, *strides]) % 16).sum(0)
     found = []
     for even in (True, False):
         own = (uneven[tensors] == 0) == even
@@ -316,7 +335,7 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _contract_many(  # type: ignore[no-untyped-def]
-        table, sizes, strides, tensors, starts, partial,
+        table, sizes, strides, tensors, starts, partial, between,
         R: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
         B: tl.constexpr, BP: tl.constexpr, Q: tl.constexpr, QP: tl.constexpr,
         WITH_K: tl.constexpr, WITH_G: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
@@ -328,6 +347,7 @@ if triton is not None:
         t = tl.load(tensors + pid)
         start = tl.multiple_of(tl.load(starts + pid), 16)
         n, stride = _number(sizes + t, EVEN), _number(strides + t, EVEN)
+        gap = _number(between + t, EVEN)
         of_g, of_k = _at(table, t, 0, 4, R), _at(table, t, 1, 4, tl.float32)
         of_v, of_own = _at(table, t, 2, 4, V), _at(table, t, 3, 4, G)
         b = tl.program_id(1) * BP + tl.arange(0, BP)
@@ -337,7 +357,7 @@ if triton is not None:
         for offset in range(0, CHUNK, BLOCK):
             at = start + offset + tl.arange(0, BLOCK)
             inside = at < n
-            where = q[:, None].to(tl.int64) * n + at[None, :]
+            where = q[:, None].to(tl.int64) * gap + at[None, :]
             mask = (q[:, None] < Q) & inside[None, :]
             u = tl.load(of_v + where, mask=mask, other=0.0).to(tl.float32)
             if WITH_K:

@@ -30,7 +30,7 @@ from inrun.rules.base import LinearMap, Scale
 from inrun.score import Pending, Score
 from inrun.stages import stage
 from inrun.sweep import Gradients
-from inrun.tap import MicroBatch
+from inrun.tap import MicroBatch, no_autocast
 from inrun.validation import Validator
 
 _AT_ONCE = 2**28  # numbers of the directions of several targets
@@ -104,7 +104,7 @@ class Scorer:
                 losses[qs] = sum(g.loss for g in at.values())
                 if not losses.is_cuda and not bool(losses.isfinite().all()):
                     return Score(void=self._loss_not_finite(losses.numpy()))
-                with stage("contraction"):
+                with stage("contraction"), no_autocast(losses.device.type):
                     for point, which in self._by_point().items():
                         kinds = [self.estimators[e].kind for e in which]
                         carries = [clipping if k == "secant" else fixed for k in kinds]
@@ -264,8 +264,10 @@ class Scorer:
         G: Mapping[str, Tensor], clipping: Clipping,
     ) -> None:  # fmt: skip
         check.step, check.estimator = step, self.estimators[0].name
+        with no_autocast(values.device.type):
+            rows = per_example(self.params, micros)
         compare(
-            check, ids, values.mean(0).cpu().numpy(), G, per_example(self.params, micros),
+            check, ids, values.mean(0).cpu().numpy(), G, rows,
             self.params, self.model, self.optimizer,
             lambda: float(np.mean(self.validator.losses())), clipping.function(),
         )  # fmt: skip
@@ -306,7 +308,7 @@ def _values(
     place = {k: i for i, k in enumerate(G)}
 
     def some(names: Sequence[str], qs: slice) -> list[Found]:
-        v = {k: _mean([p.of(k, qs) for p in points]).contiguous() for k in names}
+        v = {k: _mean([p.of(k, qs) for p in points]) for k in names}
         found = []
         for maps, carry in through:
             u = {k: carry.carry(_direction(maps[k], v[k]), place[k]) for k in names}

@@ -133,14 +133,13 @@ def _gradient(
     first, last = offsets[qs.start], offsets[qs.stop]
     chosen = sizes[qs]
     total: Tensor | None = None
-    for node, records in micro.nodes([name]):
-        for record in records:
-            if isinstance(record, Lookup) and node.param is not None and total is not None:
-                total = total.contiguous()
-                record.map(lambda t: t[first:last]).add_groups(total, chosen)
-                continue
-            part = pull_back(node, record.some_groups(first, chosen), at)[name]
-            total = part if total is None else total + part
+    found = [(node, record) for node, records in micro.nodes([name]) for record in records]
+    for node, record in sorted(found, key=lambda x: isinstance(x[1], Lookup)):  # these last
+        if isinstance(record, Lookup) and node.param is not None and total is not None:
+            total = record.map(lambda t: t[first:last]).add_groups(total, chosen)
+            continue
+        part = pull_back(node, record.some_groups(first, chosen), at)[name]
+        total = part if total is None else total + part
     if total is None:
         like = at[name]
         return torch.zeros((len(chosen), *like.shape), dtype=wide(like).dtype, device=like.device)

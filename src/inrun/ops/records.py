@@ -211,13 +211,17 @@ class Lookup(Record):
     def groups(self, sizes: Sequence[int]) -> Tensor:
         return _merged(self, sizes)
 
-    def add_groups(self, total: Tensor, sizes: Sequence[int]) -> None:
-        """``total += groups(sizes)``, without forming them."""
-        own = torch.tensor([q for q, n in enumerate(sizes) for _ in range(n)])
-        which = own.to(self.ids.device, non_blocking=True)
-        at = self.ids + which[:, None] * self.size
-        rows = total.view(-1, total.shape[-1])
+    def add_groups(self, total: Tensor, sizes: Sequence[int]) -> Tensor:
+        """``total + groups(sizes)``, added in place where ``total`` has its rows in order."""
+        Q, V, O = total.shape  # noqa: E741
+        if total.stride(0) % O or total.stride()[1:] != (O, 1):
+            total = total.contiguous()
+        apart = total.stride(0) // O  # rows from one group to the next: some may lie between
+        own = torch.tensor([apart * q for q, n in enumerate(sizes) for _ in range(n)])
+        at = self.ids + own.to(self.ids.device, non_blocking=True)[:, None]
+        rows = total.as_strided(((Q - 1) * apart + V, O), (O, 1))
         rows.index_add_(0, at.flatten(), self.delta.flatten(0, 1).to(total.dtype))
+        return total
 
 
 @dataclass(eq=False)
