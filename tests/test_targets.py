@@ -2,6 +2,7 @@
 
 import copy
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
+from inrun import contraction, scoring
 from inrun.sweep import Sweep, joined
 from zoo import GPT, ZOO, V
 
@@ -77,9 +79,14 @@ def trained(
     return run
 
 
-def assert_as_apart(first, data, loss, targets, together=True, rtol=1e-9, **options):
-    """One run with all targets against one run for each."""
-    run = trained(first, data, loss, targets, **options)
+def refused():
+    return pytest.warns(UserWarning, match="cannot be joined in one pass, so each has its own")
+
+
+def assert_as_apart(first, data, loss, targets, together=True, said=False, rtol=1e-9, **options):
+    """One run with all targets against one run for each. ``said``: that they are not joined."""
+    with refused() if said else nullcontext():
+        run = trained(first, data, loss, targets, **options)
     sweep = run._validator._sweep
     used = run._validator._sizes is not None and sweep.allowed and sweep.verified
     assert used == together
@@ -180,8 +187,6 @@ def test_parameters_outside_the_optimizer_and_frozen_ones():
 
 
 def test_more_targets_than_fit_at_once(monkeypatch):
-    from inrun import scoring
-
     first, data, loss = mlp()
     monkeypatch.setattr(scoring, "_AT_ONCE", 70)
     assert_as_apart(first, data, loss, equal(data, Q=7, rows=1))
@@ -250,7 +255,7 @@ def test_a_loss_that_is_no_mean_over_rows(val_loss, make):
     first, data, loss = mlp()
     if val_loss is spread and make is unequal:
         make = lambda d: {f"t{q}": [cut(d, 20 + 5 * q, n)] for q, n in enumerate((2, 4, 3))}  # noqa: E731
-    assert_as_apart(first, data, loss, make(data), together=False, val_loss=val_loss)
+    assert_as_apart(first, data, loss, make(data), together=False, said=True, val_loss=val_loss)
 
 
 def masked_mean(model, batch):
@@ -274,7 +279,8 @@ def test_a_mean_over_tokens_that_are_not_masked(kind, alike):
         mask = torch.ones(ids.shape, dtype=kind)
         mask[0, 3 if alike else q + 1 :] = 0
         targets[f"t{q}"] = [(ids, mask)]
-    assert_as_apart(first, data, loss, targets, together=alike, val_loss=masked_mean)
+    said = not alike and kind is torch.float64  # whole numbers are looked at before
+    assert_as_apart(first, data, loss, targets, together=alike, said=said, val_loss=masked_mean)
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -369,7 +375,7 @@ def test_a_loss_that_happens_to_be_the_mean_at_the_first_step():
         return summed(model, batch) / 2  # a mean for two rows
 
     first, data, loss = mlp()
-    assert_as_apart(first, data, loss, equal(data, Q=2), together=False, val_loss=halves)
+    assert_as_apart(first, data, loss, equal(data, Q=2), together=False, said=True, val_loss=halves)
 
 
 def test_shapes_that_do_not_fit_together():
@@ -430,7 +436,8 @@ def test_a_validation_pass_that_cannot_be_followed():
                 return self.b((h.mT @ h).reshape(6, 6)).mean(0).expand(n, 3) + self.b(h)
             return self.b(h)
 
-    assert_as_apart(Mixing(), (POINTS, LABELS), classes, equal((POINTS, LABELS)), together=False)
+    data = POINTS, LABELS
+    assert_as_apart(Mixing(), data, classes, equal(data), together=False, said=True)
 
 
 def test_nothing_of_the_training_is_touched():
@@ -509,8 +516,35 @@ def test_many_targets_are_verified_on_some_of_them():
     assert sum(n == 1 for n in calls) <= 64 and max(calls) == 200
     one = trained(first, data, loss, {"t": targets["t137"]}, steps=1)
     assert np.allclose(run.history()["t137"], one.history()["value"], rtol=1e-9)
-    run = trained(first, data, loss, targets, steps=1, val_loss=summed)
+    with refused():
+        run = trained(first, data, loss, targets, steps=1, val_loss=summed)
     assert not run._validator._sweep.allowed, "a sum is no mean, on some of them too"
+
+
+def test_values_are_contracted_in_full_precision_under_autocast(monkeypatch):
+    """The passes are in bfloat16; sums over thousands of its products would lose all digits."""
+    errors = []
+
+    def compared(u, G, micros):
+        found = contraction.contract(u, G, micros)
+        expected = 0.0
+        for node, records in micros[0].nodes(u.keys()):
+            for r in records:
+                d = u[node.name].full.double().flatten(1)
+                expected = expected + d @ r.rows().double().flatten(1).T
+        errors.append(float((found[0] - expected).norm() / expected.norm()))
+        return found
+
+    monkeypatch.setattr(scoring, "contract", compared)
+    first, data, loss = mlp()
+
+    def half(model, batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return loss(model, batch)
+
+    first, data = first.float(), (data[0].float(), data[1])
+    trained(first, data, half, equal(data, Q=6), val_loss=loss)
+    assert errors and max(errors) < 1e-6
 
 
 def test_estimators_at_one_point_share_the_gradients(monkeypatch):

@@ -7,6 +7,7 @@ import inrun
 from inrun import reference
 from inrun.capture import Capture
 from inrun.nodes import directions, pull_back
+from inrun.ops.derivative import MANY
 from zoo import ZOO, Problem
 
 
@@ -58,11 +59,15 @@ def test_per_example_gradients(name, form, fast):
     for k, p in trainable(problem.model).items():
         assert close(p.grad, expected[k].sum(0), 1e-9), k
 
-    u = {k: torch.randn_like(p) for k, p in trainable(problem.model).items()}
-    dots = sum(
-        record.dot(directions(node, u)) for node, rs in micro.records.items() for record in rs
-    )
-    assert close(dots, sum((expected[k] * u[k]).flatten(1).sum(1) for k in u), problem.tolerance)
+    for Q in (1, MANY):
+        u = {
+            k: torch.randn(Q, *p.shape, dtype=p.dtype) for k, p in trainable(problem.model).items()
+        }
+        dots = sum(
+            record.dots(directions(node, u)) for node, rs in micro.records.items() for record in rs
+        )
+        sums = sum(u[k].flatten(1) @ expected[k].flatten(1).T for k in u)
+        assert close(dots, sums, problem.tolerance)
 
 
 @pytest.mark.parametrize("name", ZOO)

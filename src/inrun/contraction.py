@@ -73,12 +73,7 @@ def _plain(node: Node, record: Record, u: Mapping[str, Direction]) -> Tensor:
         if isinstance(record, Lookup) and d.K is not None:  # few rows of a large table
             return record.dots(d.v, d.K).double()
         return record.dots(d.full).double()
-    parts = []
-    for q in range(len(next(iter(u.values())).v)):
-        moving = directions(node, {k: u[k].full[q] for k in node.roots if k in u})
-        assert moving is not None
-        parts.append(record.dot(moving).double())
-    return torch.stack(parts)
+    return record.dots(directions(node, {k: u[k].full for k in node.roots if k in u})).double()
 
 
 def _fused(

@@ -8,17 +8,18 @@ gradients never have to be pulled back through it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten
 
 from inrun.arguments import Spec
-from inrun.ops.derivative import along
+from inrun.ops.derivative import along, each
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,19 +47,25 @@ class Node:
         return Node(name, None, func, kept, spec, index, roots)
 
 
-def directions(node: Node, u: Mapping[str, Tensor]) -> Tensor | None:
-    """The direction of a node when the parameters move along ``u`` (None: it does not move)."""
+def directions(node: Node, u: Mapping[str, Tensor]) -> Tensor:
+    """The directions [Q, *node] of a node when the parameters move along ``u``, [Q, *W] each; some
+    of its parameters are among them."""
     if node.param is not None:
-        return u.get(node.name)
-    if not node.roots & u.keys():
-        return None
+        return u[node.name]
     params = _parameters(node)
     moving = [k for k in params if k in u]
+    at = [params[k] for k in moving]
 
-    def value(moved: Sequence[Tensor]) -> Tensor:
+    def value(*moved: Tensor) -> Tensor:
         return _evaluate(node, {**params, **dict(zip(moving, moved, strict=True))}, {})
 
-    return along(value, [params[k] for k in moving], [u[k] for k in moving])
+    def derivative(*us: Tensor) -> tuple[Tensor]:
+        return (jvp(value, tuple(at), us)[1],)
+
+    rows = [u[k].to(x.dtype) for k, x in zip(moving, at, strict=True)]
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        found = each(derivative, rows, lambda *us: (along(lambda w: value(*w), at, us),))
+    return found[0]
 
 
 def pull_back(
@@ -72,11 +79,12 @@ def pull_back(
         values = _parameters(node) | {k: v for k, v in (at or {}).items() if k in node.roots}
         inputs = {k: p.clone().requires_grad_() for k, p in values.items()}
         out = _evaluate(node, inputs, {})
-        grads = [
-            torch.autograd.grad(out, list(inputs.values()), g.to(out.dtype), retain_graph=True)
-            for g in rows
-        ]
-    return {k: torch.stack(g) for k, g in zip(inputs, zip(*grads, strict=True), strict=True)}
+
+        def back(g: Tensor) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(out, list(inputs.values()), g, retain_graph=True)
+
+        grads = each(back, [rows.to(out.dtype)], back)
+    return dict(zip(inputs, grads, strict=True))
 
 
 def value(node: Node) -> Tensor:

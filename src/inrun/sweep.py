@@ -12,6 +12,7 @@ target has its own pass.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,9 +88,8 @@ class Sweep:
         """Is the joined loss the mean of the single ones, and can the pass be followed?"""
         try:
             found = self.run(loss, sizes, params).loss
-        except (CaptureError, BatchError, RuntimeError):
-            self.allowed = False
-            return False
+        except (CaptureError, BatchError, RuntimeError) as why:
+            return self._refuse(f"{type(why).__name__}: {why}")
         parts = torch.stack(list(single)).double().cpu()
         share = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
         expected = (parts * share).sum()
@@ -100,8 +100,22 @@ class Sweep:
         close = abs(float(found) - float(expected)) <= tolerance * float(
             (parts * share).abs().sum()
         )
-        self.allowed = self.verified = close
-        return close
+        self.verified = close
+        if close:
+            return True
+        return self._refuse(
+            f"its loss is {float(found):.6g}, the mean of the targets' own {float(expected):.6g}"
+        )
+
+    def _refuse(self, why: str) -> bool:
+        """From now on each target has its own pass, which takes so much longer that it is said."""
+        self.allowed = self.verified = False
+        warnings.warn(
+            "the targets' validation batches cannot be joined in one pass, so each has its own and "
+            f"a step takes longer ({why})",
+            stacklevel=2,
+        )
+        return False
 
     def run(
         self, loss: Callable[[], Tensor], sizes: Sequence[int], params: Mapping[str, Tensor]

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from inrun.nodes import directions
+from inrun.ops.derivative import MANY, each
+from inrun.ops.records import Lookup
 from test_zoo import captured, close, gradients_of, reference_rows
 from zoo import Problem
 
@@ -181,9 +183,11 @@ def test_operation(name, form, B):
             assert rows[k].shape == g.shape
             assert close(rows[k], g, 1e-9), (k, fast)
             assert close(p.model.get_parameter(k).grad, g.sum(0), 1e-9), (k, fast)
-        u = {k: torch.randn_like(g[0]) for k, g in expected.items()}
-        dots = sum(r.dot(directions(n, u)) for n, rs in micro.records.items() for r in rs)
-        assert close(dots, sum((expected[k] * u[k]).reshape(B, -1).sum(1) for k in u), 1e-9)
+        for Q in (1, MANY):
+            u = {k: torch.randn(Q, *g[0].shape, dtype=g.dtype) for k, g in expected.items()}
+            dots = sum(r.dots(directions(n, u)) for n, rs in micro.records.items() for r in rs)
+            sums = sum(u[k].reshape(Q, -1) @ expected[k].reshape(B, -1).T for k in u)
+            assert close(dots, sums, 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -208,3 +212,28 @@ def test_the_energy_of_ghost_records_is_unbiased():
     assert dense.energy() == pytest.approx(
         sum(float(g.square().sum()) for g in reference_rows(p).values())
     )
+
+
+@pytest.mark.parametrize("room", [0, 3, None])
+def test_groups_of_a_lookup_are_added_in_place(room):
+    """Whether rows lie one after the other or with others between; else to a copy."""
+    torch.manual_seed(0)
+    V, width, sizes = 7, 4, (2, 1, 3)
+    record = Lookup(torch.randint(0, V, (6, 5)), torch.randn(6, 5, width), V)
+    total = torch.randn(3, V + (room or 0), width)[:, :V]
+    if room is None:
+        total = total.mT.contiguous().mT
+    expected = total + record.groups(sizes)
+    found = record.add_groups(total, sizes)
+    assert close(found, expected, 1e-6)
+    assert (found.data_ptr() == total.data_ptr()) == (room is not None)
+
+
+def test_what_vmap_does_not_know_is_done_one_by_one():
+    rows = torch.randn(MANY, 3)
+
+    def known(x):
+        return (float(x.sum()) * x,)  # asks for a number
+
+    (found,) = each(known, [rows], known)
+    assert torch.equal(found, rows.sum(1, keepdim=True) * rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,7 +15,8 @@ def along(
     f: Callable[[Sequence[Tensor]], Tensor], at: Sequence[Tensor], u: Sequence[Tensor]
 ) -> Tensor:
     """(d/ds) f(at + s·u) at s = 0: forward mode, or twice backward where torch has no such rule."""
-    at, u = [x.detach() for x in at], [d.to(x.dtype) for x, d in zip(at, u, strict=True)]
+    at = [x.detach().contiguous() for x in at]  # an expanded one takes expanded directions only
+    u = [d.to(x.dtype) for x, d in zip(at, u, strict=True)]
     with sdpa_kernel(SDPBackend.MATH):  # fused attention has neither
         try:
             with torch.no_grad(), fwd.dual_level():
@@ -23,6 +25,24 @@ def along(
                 return torch.zeros_like(out) if tangent is None else tangent
         except NotImplementedError:
             return _backward_twice(f, at, u)
+
+
+def each(f: Rows, rows: Sequence[Tensor], one: Rows) -> tuple[Tensor, ...]:
+    """What ``f`` makes of every row of these tensors, at once by vmap. Where that cannot be (an
+    operation that vmap does not know) or does not pay, ``one`` is asked row by row."""
+    if len(rows[0]) >= MANY:
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "There is a performance drop")
+                return torch.func.vmap(f)(*rows)
+        except (RuntimeError, ValueError):
+            pass
+    found = [one(*row) for row in zip(*rows, strict=True)]
+    return tuple(torch.stack(x) for x in zip(*found, strict=True))
+
+
+Rows = Callable[..., tuple[Tensor, ...]]  # of one row of each tensor
+MANY = 5  # rows: fewer are done sooner one by one than vmap begins
 
 
 def _backward_twice(
