@@ -38,9 +38,6 @@ GPU: dict[str, dict[str, Any]] = {
     "gpt2": GPT2 | {"mode": "eager", "variants": ALL},
     "hf-gpt2-compile": GPT2 | {"model": "hf:gpt2", "mode": "compile", "variants": PAIR},
     "targets-16": GPT2 | {"mode": "eager", "variants": PAIR, "targets": 16},
-    "verified": GPT2
-    | {"mode": "eager", "length": 256, "verify": True}
-    | {"variants": "plain,fast,tangent,direct-loop"},
     "hf-gpt2": GPT2 | {"model": "hf:gpt2", "mode": "eager", "variants": "plain,fast,bitwise"},
     "targets-16-compile": GPT2 | {"mode": "compile", "variants": PAIR, "targets": 16},
     "batch-4": GPT2 | {"mode": "eager", "variants": PAIR, "batch": 4},

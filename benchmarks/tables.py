@@ -246,29 +246,8 @@ def _stages(run: dict[str, Any]) -> dict[str, str]:
     }  # fmt: skip
 
 
-def verified() -> str:
-    """What is measured is also right."""
-    runs = costs("h200", "verified")
-    found = [r for _, run in runs for r in run["rows"] if r["verify"] and "R" in r["verify"]]
-    if not found:
-        return missing("h200")
-    options = runs[0][1]["options"]
-    lines = [
-        "| variant | Pearson R | relative error |",
-        "|---|---:|---:|",
-        *(
-            f"| `{r['variant']}` | {r['verify']['R']:.5f} | {r['verify']['relative_error']:.1%} |"
-            for r in found
-        ),
-        "",
-        f"{options['model']}, batch {options['batch']} × {options['length']}, {options['dtype']}, "
-        "against the same step in float64.",
-    ]
-    return "\n".join(lines)
-
-
 def precision() -> str:
-    """The same over several seeds."""
+    """What is measured is also right: against the same step in float64, over several seeds."""
     lines = [
         "| model, batch | variant | Pearson R: lowest, median | relative error: median, highest |",
         "|---|---|---:|---:|",
@@ -335,7 +314,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "scaling-cpu": lambda: scaling("cpu", "gpt-4x128", *SCALING["cpu"]),
     "targets-compiled": lambda: scaling("h200", "gpt2-compile", "targets-16-compile"),
     "stages": stages,
-    "verified": verified,
     "precision": precision,
     "choices": choices,
 } | reproduced()
