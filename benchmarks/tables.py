@@ -100,17 +100,19 @@ def missing(device: str, script: str = "costs") -> str:
     return f"*Not measured yet: `python benchmarks/{script}.py` on {place} fills this table.*"
 
 
-def measured_with(result: dict[str, Any]) -> str:
+def measured_with(result: dict[str, Any], dates: Sequence[str] = ()) -> str:
+    """``dates``: of all that was measured, where it is more than this."""
+    days = ", ".join(sorted({date[:10] for date in dates or [result["date"]]}))
     hardware, torch = result["hardware"], result["versions"]["torch"]
     where = hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} threads"
     note = f"; {result['note']}" if result.get("note") else ""
-    return f"{where}, torch {torch}, {result['date'][:10]}{note}."
+    return f"{where}, torch {torch}, {days}{note}."
 
 
 def below(device: str, runs: list[tuple[str, dict[str, Any]]]) -> list[str]:
     whole = json.loads((RESULTS / f"costs-{device}.json").read_text())
-    first = runs[0][1]
-    return ["", measured_with(first | {"note": whole["note"]})]
+    first, dates = runs[0][1], [run["date"] for _, run in runs]
+    return ["", measured_with(first | {"note": whole["note"]}, dates)]
 
 
 def percent(x: float | None) -> str:

@@ -42,6 +42,7 @@ CONTRACTS = {
         (7, 1, "bfloat16", "dense"),
         (7, 3, "bfloat16", "gaps"),
         (7, 17, "float32", "gaps"),
+        (7, 5, "float32", "odd gaps"),
         (16, 16, "float32", "dense"),
         (17, 2, "float16", "dense"),
         (64, 1, "float32", "dense"),
@@ -49,6 +50,7 @@ CONTRACTS = {
         (65, 17, "float32", "dense"),
         (70, 1, "bfloat16", "gaps"),
         (70, 5, "bfloat16", "dense"),
+        (70, 17, "bfloat16", "gaps"),
     ]
 }
 PLAIN = {
@@ -120,8 +122,9 @@ def contracted(B, Q, dtype, layout, with_K=1, with_G=1):
     rows = [torch.randn(B, *s).to(getattr(torch, dtype)) for s in SHAPES]
     K = [torch.randn(s) for s in SHAPES] if with_K else None
     v = [torch.randn(Q, *s) for s in SHAPES]
-    if layout == "gaps":
-        rows, v = [apart(r, 8) for r in rows], [apart(x, 16) for x in v]
+    if layout != "dense":
+        room = 16 if layout == "gaps" else 8
+        rows, v = [apart(r, room) for r in rows], [apart(x, room) for x in v]
     G = [r.float().sum(0) for r in rows] if with_G else None
     found = kernels.contract(rows, K, v, G)
     expected = torch.zeros(Q, B + 1, dtype=torch.float64)

@@ -547,6 +547,72 @@ def test_values_are_contracted_in_full_precision_under_autocast(monkeypatch):
     assert errors and max(errors) < 1e-6
 
 
+class Generated(nn.Module):
+    """Positions made of constants that autocast made bfloat16, by a layer of float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("at", torch.randn(6, 3))
+        self.register_buffer("frequencies", torch.randn(3, 8))
+        self.position, self.a, self.b = nn.Linear(8, 4), nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        made = self.position(torch.sin(self.at @ self.frequencies))
+        return self.b(torch.tanh(self.a(x)[:, None] + made).mean(1))
+
+
+@pytest.mark.parametrize("Q", [1, 2, 6])
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_what_was_made_of_parameters_under_autocast(Q, max_norm):
+    torch.manual_seed(0)
+    model, x = Generated().float(), POINTS.float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    targets = {f"t{q}": [(x[20 + q : 22 + q], LABELS[20 + q : 22 + q])] for q in range(Q)}
+    options = {"loss": classes, "audit_every": 0, "max_norm": max_norm}
+    with inrun.watch(model, optimizer, targets=targets, **options) as run:
+        for rows in torch.arange(12).chunk(2):
+            with run.batch(rows):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = classes(model, (x[rows], LABELS[rows]))
+                loss.backward()
+            if max_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(run.history()) == 12
+
+
+@pytest.mark.parametrize("sign", [torch.copysign, None], ids=["copysign", "sgn"])
+def test_a_derivative_that_is_zero(sign):
+    """A binarised head: it has the same gradient for every target, none."""
+
+    class Binary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(V, 4)
+
+        def forward(self, ids):
+            w = self.table.weight
+            return F.linear(
+                self.table(ids), torch.sgn(w) if sign is None else sign(torch.ones_like(w), w)
+            )
+
+    torch.manual_seed(0)
+    assert_as_apart(Binary(), IDS, next_token, equal(IDS, Q=6), optimizer=adamw)
+
+
+def test_a_loss_that_is_not_finite_decides_nothing():
+    first, data, loss = mlp()
+    factor = iter([float("nan")] * 7 + [1.0] * 100)  # three losses, one joined, three passes
+
+    def at_first(model, batch):
+        return loss(model, batch) * next(factor)
+
+    run = trained(first, data, loss, equal(data), val_loss=at_first)
+    assert run.steps()["void"].notna().tolist() == [True, False, False]
+    assert run._validator._sweep.verified
+
+
 def test_estimators_at_one_point_share_the_gradients(monkeypatch):
     from inrun import sweep
 

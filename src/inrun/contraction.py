@@ -73,7 +73,13 @@ def _plain(node: Node, record: Record, u: Mapping[str, Direction]) -> Tensor:
         if isinstance(record, Lookup) and d.K is not None:  # few rows of a large table
             return record.dots(d.v, d.K).double()
         return record.dots(d.full).double()
-    return record.dots(directions(node, {k: u[k].full for k in node.roots if k in u})).double()
+    moving = {k: u[k].full for k in node.roots if k in u}
+    some = max(1, _AT_ONCE // math.prod(record.shape))
+    found = [
+        record.dots(directions(node, {k: x[q : q + some] for k, x in moving.items()}))
+        for q in range(0, len(next(iter(moving.values()))), some)
+    ]
+    return torch.cat(found).double()
 
 
 def _fused(
@@ -167,4 +173,5 @@ def cancelling(
 
 
 _LONG = 4  # numbers: so many are below four times bfloat16's rounding once in a million times
+_AT_ONCE = 2**26  # numbers of the directions of a tensor that is made of parameters
 _SMALL = 2**14  # numbers: so few are copied sooner than multiplied on their own

@@ -335,7 +335,7 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _contract_many(  # type: ignore[no-untyped-def]
-        table, sizes, strides, tensors, starts, partial, between,
+        table, sizes, strides, tensors, starts, partial, v_strides,
         R: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
         B: tl.constexpr, BP: tl.constexpr, Q: tl.constexpr, QP: tl.constexpr,
         WITH_K: tl.constexpr, WITH_G: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
@@ -347,7 +347,7 @@ if triton is not None:
         t = tl.load(tensors + pid)
         start = tl.multiple_of(tl.load(starts + pid), 16)
         n, stride = _number(sizes + t, EVEN), _number(strides + t, EVEN)
-        gap = _number(between + t, EVEN)
+        v_stride = _number(v_strides + t, EVEN)
         of_g, of_k = _at(table, t, 0, 4, R), _at(table, t, 1, 4, tl.float32)
         of_v, of_own = _at(table, t, 2, 4, V), _at(table, t, 3, 4, G)
         b = tl.program_id(1) * BP + tl.arange(0, BP)
@@ -357,7 +357,7 @@ if triton is not None:
         for offset in range(0, CHUNK, BLOCK):
             at = start + offset + tl.arange(0, BLOCK)
             inside = at < n
-            where = q[:, None].to(tl.int64) * gap + at[None, :]
+            where = q[:, None].to(tl.int64) * v_stride + at[None, :]
             mask = (q[:, None] < Q) & inside[None, :]
             u = tl.load(of_v + where, mask=mask, other=0.0).to(tl.float32)
             if WITH_K:

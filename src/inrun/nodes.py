@@ -33,18 +33,22 @@ class Node:
     spec: Spec | None = None
     index: int | None = None  # which of several results
     roots: frozenset[str] = field(default_factory=frozenset)
+    autocast: tuple[str, bool, torch.dtype] | None = None  # device, on or off, type: as it ran
 
     @staticmethod
     def parameter(name: str, param: Tensor) -> Node:
         return Node(name, param=param, roots=frozenset([name]))
 
     @staticmethod
-    def derived(func: Any, leaves: list[Any], spec: Spec, index: int | None, op: str) -> Node:
+    def derived(
+        func: Any, leaves: list[Any], spec: Spec, index: int | None, op: str, device: str
+    ) -> Node:
         """``leaves`` hold nodes where the operation had parametric operands."""
+        on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         roots = frozenset().union(*(x.roots for x in leaves if isinstance(x, Node)))
         name = f"{op}({', '.join(sorted(roots))})"
         kept = tuple(x.detach() if isinstance(x, Tensor) else x for x in leaves)
-        return Node(name, None, func, kept, spec, index, roots)
+        return Node(name, None, func, kept, spec, index, roots, (device, on, dtype))
 
 
 def directions(node: Node, u: Mapping[str, Tensor]) -> Tensor:
@@ -108,6 +112,8 @@ def _evaluate(node: Node, inputs: Mapping[str, Tensor], done: dict[int, Tensor])
         assert node.func is not None and node.spec is not None
         leaves = [_evaluate(x, inputs, done) if isinstance(x, Node) else x for x in node.leaves]
         args, kwargs = node.spec.unflatten(leaves)
-        out = node.func(*args, **kwargs)
+        device, on, dtype = node.autocast or ("cpu", False, torch.bfloat16)
+        with torch.autocast(device, dtype=dtype, enabled=on, cache_enabled=False):
+            out = node.func(*args, **kwargs)
         done[id(node)] = out if node.index is None else tree_flatten(out)[0][node.index]
     return done[id(node)]

@@ -161,7 +161,7 @@ class Provenance:
                 continue  # ``W.to(same type)`` is W
             index = None if isinstance(out, Tensor) else i
             self._info[t] = (
-                Node.derived(func, nodes, spec, index, name_of(func))
+                Node.derived(func, nodes, spec, index, name_of(func), t.device.type)
                 if t.requires_grad
                 else CONSTANT
             )

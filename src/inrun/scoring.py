@@ -23,6 +23,7 @@ from inrun.clipping import Accumulated, Clipping, ClippingWatch
 from inrun.contraction import Direction, cancelling, components, contract
 from inrun.direction import POINTS, Estimator, Moved, Path, Static
 from inrun.errors import CaptureError
+from inrun.kernels import rows_in_order
 from inrun.ledger import Audit
 from inrun.ops.records import wide
 from inrun.rules import rule_for
@@ -308,7 +309,7 @@ def _values(
     place = {k: i for i, k in enumerate(G)}
 
     def some(names: Sequence[str], qs: slice) -> list[Found]:
-        v = {k: _mean([p.of(k, qs) for p in points]) for k in names}
+        v = {k: rows_in_order(_mean([p.of(k, qs) for p in points])) for k in names}
         found = []
         for maps, carry in through:
             u = {k: carry.carry(_direction(maps[k], v[k]), place[k]) for k in names}

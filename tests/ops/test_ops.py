@@ -214,19 +214,21 @@ def test_the_energy_of_ghost_records_is_unbiased():
     )
 
 
-@pytest.mark.parametrize("room", [0, 3, None])
+@pytest.mark.parametrize("room", [0, 3, "transposed", "one for all"])
 def test_groups_of_a_lookup_are_added_in_place(room):
     """Whether rows lie one after the other or with others between; else to a copy."""
     torch.manual_seed(0)
     V, width, sizes = 7, 4, (2, 1, 3)
     record = Lookup(torch.randint(0, V, (6, 5)), torch.randn(6, 5, width), V)
-    total = torch.randn(3, V + (room or 0), width)[:, :V]
-    if room is None:
+    total = torch.randn(3, V + (room if isinstance(room, int) else 0), width)[:, :V]
+    if room == "transposed":
         total = total.mT.contiguous().mT
+    if room == "one for all":
+        total = total[:1].expand(3, V, width)
     expected = total + record.groups(sizes)
     found = record.add_groups(total, sizes)
     assert close(found, expected, 1e-6)
-    assert (found.data_ptr() == total.data_ptr()) == (room is not None)
+    assert (found.data_ptr() == total.data_ptr()) == isinstance(room, int)
 
 
 def test_what_vmap_does_not_know_is_done_one_by_one():
@@ -237,3 +239,12 @@ def test_what_vmap_does_not_know_is_done_one_by_one():
 
     (found,) = each(known, [rows], known)
     assert torch.equal(found, rows.sum(1, keepdim=True) * rows)
+
+
+def test_rows_that_are_alike_have_memory_of_their_own():
+    def constant(x):
+        return (torch.ones(2),)
+
+    (found,) = each(constant, [torch.randn(MANY, 3)], constant)
+    found[0] += 1
+    assert found[:, 0].tolist() == [2, 1, 1, 1, 1]

@@ -10,6 +10,9 @@ import torch.autograd.forward_ad as fwd
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+Rows = Callable[..., tuple[Tensor, ...]]  # of one row of each tensor
+MANY = 5  # rows: fewer are done sooner one by one than vmap begins
+
 
 def along(
     f: Callable[[Sequence[Tensor]], Tensor], at: Sequence[Tensor], u: Sequence[Tensor]
@@ -34,15 +37,13 @@ def each(f: Rows, rows: Sequence[Tensor], one: Rows) -> tuple[Tensor, ...]:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "There is a performance drop")
-                return torch.func.vmap(f)(*rows)
+                found = torch.func.vmap(f)(*rows)
+            if all(x.stride(0) for x in found):  # else all rows are one piece of memory
+                return found
         except (RuntimeError, ValueError):
             pass
-    found = [one(*row) for row in zip(*rows, strict=True)]
-    return tuple(torch.stack(x) for x in zip(*found, strict=True))
-
-
-Rows = Callable[..., tuple[Tensor, ...]]  # of one row of each tensor
-MANY = 5  # rows: fewer are done sooner one by one than vmap begins
+    single = [one(*row) for row in zip(*rows, strict=True)]
+    return tuple(torch.stack(x) for x in zip(*single, strict=True))
 
 
 def _backward_twice(

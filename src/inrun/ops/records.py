@@ -84,6 +84,10 @@ class Dense(Record):
 
     grads: Tensor  # [B, *W]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.grads.shape[1:])
+
     def tensors(self) -> list[Tensor]:
         return [self.grads]
 
@@ -116,6 +120,11 @@ class Aligned(Record):
 
     grads: Tensor  # [B, *W without its example dimension]
     dim: int  # the example dimension of W
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        B, *rest = self.grads.shape
+        return (*rest[: self.dim], B, *rest[self.dim :])
 
     def energy(self) -> Tensor:
         return wide(self.grads).square().sum()
@@ -214,8 +223,9 @@ class Lookup(Record):
     def add_groups(self, total: Tensor, sizes: Sequence[int]) -> Tensor:
         """``total + groups(sizes)``, added in place where ``total`` has its rows in order."""
         Q, V, O = total.shape  # noqa: E741
-        if total.stride(0) % O or total.stride()[1:] != (O, 1):
-            total = total.contiguous()
+        apart = total.stride(0)
+        if apart % O or apart < V * O or total.stride()[1:] != (O, 1):
+            total = total.clone(memory_format=torch.contiguous_format)
         apart = total.stride(0) // O  # rows from one group to the next: some may lie between
         own = torch.tensor([apart * q for q, n in enumerate(sizes) for _ in range(n)])
         at = self.ids + own.to(self.ids.device, non_blocking=True)[:, None]
