@@ -266,7 +266,7 @@ def precision() -> str:
                 f"| {R[0]:.5f}, {median(R):.5f} | {median(error):.1%}, {error[-1]:.1%} |"
             )
         notes.append(f"{data['model']}: {len(data['seeds'])} seeds; {measured_with(data)}")
-    return "\n".join([*lines, "", *notes])
+    return "\n".join([*lines, "", *notes]) if notes else missing("h200", "precision")
 
 
 def choices() -> str:

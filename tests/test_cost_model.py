@@ -253,7 +253,7 @@ def test_tables_say_what_is_not_measured(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     for name in ("costs-gpu", "costs-cpu", "scaling-gpu", "scaling-cpu", "targets-compiled",
-                 "stages", "verified", "choices"):  # fmt: skip
+                 "stages", "precision", "choices"):  # fmt: skip
         assert "Not measured yet" in tables.TABLES[name]()
 
 
