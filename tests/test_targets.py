@@ -192,6 +192,14 @@ def test_more_targets_than_fit_at_once(monkeypatch):
     assert_as_apart(first, data, loss, equal(data, Q=7, rows=1))
 
 
+@pytest.mark.parametrize("name", ["language", "vit"])
+def test_more_directions_of_a_made_tensor_than_fit_at_once(name, monkeypatch):
+    """Positions, a class token: tensors that are made of parameters alone."""
+    first, data, loss = MODELS[name]()
+    monkeypatch.setattr(contraction, "_AT_ONCE", 3 * 4 * 5)
+    assert_as_apart(first, data, loss, equal(data, Q=7, rows=1))
+
+
 def test_a_parameter_that_validation_does_not_use():
     class Two(nn.Module):
         def __init__(self):
