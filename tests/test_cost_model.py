@@ -184,6 +184,19 @@ def test_autocast_decides_the_type(monkeypatch):
     assert [layer.dtype for layer in asked] == [HALF]
 
 
+@pytest.mark.parametrize("form", ["auto", "grouped"])
+def test_many_directions_are_worth_the_gradients_of_a_convolution(form):
+    """In ghost form it runs again for each of them; a look-up does not."""
+    model, x = nn.Conv2d(4, 8, 3), torch.randn(3, 4, 5, 5)  # 200 numbers in ghost form, 288
+    assert kinds(model, x, form=form)["weight"] == "Replay"
+    assert kinds(model, x, form=form, directions=2)["weight"] == "Dense"
+    large = nn.Conv2d(4, 8, 3), torch.randn(3, 4, 3, 3)  # 72 and 288
+    assert kinds(*large, form=form, directions=3)["weight"] == "Replay"
+    assert kinds(*large, form=form, directions=30)["weight"] == "Dense"
+    table, ids = nn.Embedding(9, 4), torch.zeros(3, 2, dtype=torch.long)
+    assert kinds(table, ids, form=form, directions=30)["weight"] == "Lookup"
+
+
 class Turned(nn.Module):
     def __init__(self):
         super().__init__()

@@ -31,14 +31,14 @@ def summarise(results: Results) -> dict[str, Any]:
 
 
 def one(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    first = runs[0]
+    first, timed = runs[0], [r for r in runs if r["cost"]]
     cells = {}
     for name in ORDER:
         own = [r["found"] if name == CONFIDENT else r["detectors"][name] for r in runs]
         cells[name] = {
             "auroc": interval([c["auroc"] for c in own]),
             "precision": interval([c["precision"] for c in own]),
-            "cost": interval([r["cost"][name] for r in runs]) if first["cost"] else None,
+            "cost": interval([r["cost"][name] for r in timed]) if timed else None,
             "counted": first["counted"][name],
         }
     return {
@@ -46,8 +46,8 @@ def one(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "seeds": [r["seed"] for r in runs],
         "void": sum(r["void"] for r in runs),
         "accuracy": interval([r["accuracy"] for r in runs]),
-        "training_seconds": float(np.mean([r["training_seconds"] for r in runs]))
-        if first["cost"]
+        "training_seconds": float(np.mean([r["training_seconds"] for r in timed]))
+        if timed
         else None,
         "issues": {
             k: interval([r["found"][k] for r in runs]) for k in ("issues", "correct", "recall")

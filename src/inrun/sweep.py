@@ -125,7 +125,9 @@ class Sweep:
     ) -> Gradients:
         watched = tuple((k, id(p)) for k, p in params.items())
         if self._capture is None:
-            self._capture = Capture(self.model, params, form="grouped", probe=True)
+            self._capture = Capture(
+                self.model, params, form="grouped", probe=True, directions=len(sizes)
+            )
         elif self._watched != watched:
             self._capture.watch(params)
         self._watched = watched

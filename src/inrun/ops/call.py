@@ -120,11 +120,16 @@ RuleFunction = Callable[[Call, Tensor], Iterator[tuple[Any, Record]]]
 
 
 class Sizes(NamedTuple):
-    """Numbers kept per example in either form; for a product of matrices its T, I and O."""
+    """Numbers kept per example in either form; for a product of matrices its T, I and O.
+
+    ``again``: in ghost form the operation runs once more for each direction, so that more numbers
+    are worth keeping for many of them.
+    """
 
     ghost: int
     dense: int
     product: tuple[int, int, int] | None = None
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,7 +160,7 @@ class OpRule:
             return call.with_(form="ghost")
         if call.form == "materialise":
             return call
-        dense = sizes.dense <= sizes.ghost
+        dense = sizes.dense <= sizes.ghost * (min(directions, cost.MANY) if sizes.again else 1)
         if call.form == "grouped":
             dense = dense and sizes.product is None
         elif sizes.product is not None and self.weight is not None:

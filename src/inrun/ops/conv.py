@@ -21,7 +21,8 @@ def _sizes(call: Call) -> Sizes | None:
     leaf = call.at(0, "input")
     if leaf is None or call.layouts[leaf] != Layout(0):
         return None
-    return Sizes(2 * call.value(0, "input").numel() // call.B, call.value(1, "weight").numel())
+    ghost = 2 * call.value(0, "input").numel() // call.B
+    return Sizes(ghost, call.value(1, "weight").numel(), again=True)
 
 
 @register_op(
