@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
-from inrun import contraction, scoring
+from inrun import contraction, groups
 from inrun.sweep import Sweep, joined
 from zoo import GPT, ZOO, V
 
@@ -188,7 +188,7 @@ def test_parameters_outside_the_optimizer_and_frozen_ones():
 
 def test_more_targets_than_fit_at_once(monkeypatch):
     first, data, loss = mlp()
-    monkeypatch.setattr(scoring, "_AT_ONCE", 70)
+    monkeypatch.setattr(groups, "_AT_ONCE", 70)
     assert_as_apart(first, data, loss, equal(data, Q=7, rows=1))
 
 
@@ -543,7 +543,7 @@ def test_values_are_contracted_in_full_precision_under_autocast(monkeypatch):
         errors.append(float((found[0] - expected).norm() / expected.norm()))
         return found
 
-    monkeypatch.setattr(scoring, "contract", compared)
+    monkeypatch.setattr(groups, "contract", compared)
     first, data, loss = mlp()
 
     def half(model, batch):

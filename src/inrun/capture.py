@@ -24,6 +24,7 @@ from torch._dynamo.eval_frame import skip_code
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from inrun.arguments import flatten
+from inrun.autocast import current
 from inrun.compiled import Backend
 from inrun.errors import nothing_recorded, refusal
 from inrun.layout import Layout, in_place, name_of, tensors_in
@@ -275,8 +276,7 @@ class Capture(Provenance):
         if saved_tensors_hooks():
             self._expect_recomputation()
         device = out.device.type
-        on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        self.live.autocast = device, on, dtype
+        self.live.autocast = current(device)
         blocks = self.blocks if device == "cpu" and not self._planning else None
         call = call.with_(autocast=self.live.autocast, blocks=blocks)
         tap = Tapped(met.rule, self.live, met.detached, met.summed, self.receive)

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten
 
 from inrun.arguments import Spec
+from inrun.autocast import Autocast, as_it_was, current
 from inrun.ops.derivative import along, each
 
 
@@ -33,7 +34,7 @@ class Node:
     spec: Spec | None = None
     index: int | None = None  # which of several results
     roots: frozenset[str] = field(default_factory=frozenset)
-    autocast: tuple[str, bool, torch.dtype] | None = None  # device, on or off, type: as it ran
+    autocast: Autocast | None = None  # as it ran
 
     @staticmethod
     def parameter(name: str, param: Tensor) -> Node:
@@ -44,11 +45,10 @@ class Node:
         func: Any, leaves: list[Any], spec: Spec, index: int | None, op: str, device: str
     ) -> Node:
         """``leaves`` hold nodes where the operation had parametric operands."""
-        on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         roots = frozenset().union(*(x.roots for x in leaves if isinstance(x, Node)))
         name = f"{op}({', '.join(sorted(roots))})"
         kept = tuple(x.detach() if isinstance(x, Tensor) else x for x in leaves)
-        return Node(name, None, func, kept, spec, index, roots, (device, on, dtype))
+        return Node(name, None, func, kept, spec, index, roots, current(device))
 
 
 def directions(node: Node, u: Mapping[str, Tensor]) -> Tensor:
@@ -112,8 +112,7 @@ def _evaluate(node: Node, inputs: Mapping[str, Tensor], done: dict[int, Tensor])
         assert node.func is not None and node.spec is not None
         leaves = [_evaluate(x, inputs, done) if isinstance(x, Node) else x for x in node.leaves]
         args, kwargs = node.spec.unflatten(leaves)
-        device, on, dtype = node.autocast or ("cpu", False, torch.bfloat16)
-        with torch.autocast(device, dtype=dtype, enabled=on, cache_enabled=False):
+        with as_it_was(node.autocast):
             out = node.func(*args, **kwargs)
         done[id(node)] = out if node.index is None else tree_flatten(out)[0][node.index]
     return done[id(node)]

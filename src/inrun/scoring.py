@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,23 +18,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from inrun.autocast import no_autocast
 from inrun.check import Check, compare, gradient_errors, per_example
 from inrun.clipping import Accumulated, Clipping, ClippingWatch
 from inrun.contraction import Direction, cancelling, components, contract
 from inrun.direction import POINTS, Estimator, Moved, Path, Static
 from inrun.errors import CaptureError
-from inrun.kernels import rows_in_order
+from inrun.groups import group_values
 from inrun.ledger import Audit
-from inrun.ops.records import wide
 from inrun.rules import rule_for
 from inrun.rules.base import LinearMap, Scale
 from inrun.score import Pending, Score
 from inrun.stages import stage
 from inrun.sweep import Gradients
-from inrun.tap import MicroBatch, no_autocast
+from inrun.tap import MicroBatch
 from inrun.validation import Validator
 
-_AT_ONCE = 2**28  # numbers of the directions of several targets
 _NOT_FINITE = "the training gradient is not finite"
 _NOT_ADDING_UP = "captured gradients do not add up to .grad"
 _CHANGED = "the gradient was changed between backward() and step() for the first time"
@@ -111,7 +110,7 @@ class Scorer:
                         carries = [clipping if k == "secant" else fixed for k in kinds]
                         through = [(maps[e], c) for e, c in zip(which, carries, strict=True)]
                         points = [at[x] for x in POINTS[point]]
-                        found = _values(points, through, G, micros, parts, len(group))
+                        found = group_values(points, through, G, micros, parts, len(group))
                         for e, carry, (inner, sums) in zip(which, carries, found, strict=True):
                             values[e, qs] = carry.apply(inner, sums, aligned)
                             expected[e, qs] = sums * carry.common
@@ -294,74 +293,6 @@ class Scorer:
             )
 
 
-Found = tuple[Tensor, Tensor]  # ⟨u_q, g_i⟩ [Q, B] and ⟨u_q, G⟩ [Q]
-
-
-def _values(
-    points: Sequence[Gradients], through: Sequence[tuple[Mapping[str, LinearMap], Clipping]],
-    G: Mapping[str, Tensor], micros: Sequence[MicroBatch], parts: Sequence[Sequence[str]], Q: int,
-) -> list[Found]:  # fmt: skip
-    """The values of a group of Q targets, through the maps (and the clipping) of each estimator.
-
-    One target: the whole model at once. Several: a few parameters at a time, and no more targets
-    at a time than fit the memory; their gradients are formed once for all estimators.
-    """
-    place = {k: i for i, k in enumerate(G)}
-
-    def some(names: Sequence[str], qs: slice) -> list[Found]:
-        v = {k: rows_in_order(_mean([p.of(k, qs) for p in points])) for k in names}
-        found = []
-        for maps, carry in through:
-            u = {k: carry.carry(_direction(maps[k], v[k]), place[k]) for k in names}
-            found.append(contract(u, {k: G[k] for k in names}, micros))
-        return found
-
-    if Q == 1:
-        return some(list(G), slice(0, 1))
-    fit = _fitting(next(iter(G.values())).device)
-    pieces = []
-    for names in _pieces(parts, G, fit // Q):
-        n = max(1, min(Q, fit // sum(G[k].numel() for k in names)))
-        pieces.append([some(names, slice(q, min(q + n, Q))) for q in range(0, Q, n)])
-    scale = points[0].scale
-    found = []
-    for e in range(len(through)):
-        whole = [[torch.cat(x) for x in zip(*(f[e] for f in p), strict=True)] for p in pieces]
-        values, sums = (sum(x[1:], x[0]) for x in zip(*whole, strict=True))
-        if scale is not None:
-            values, sums = values * scale[:, None], sums * scale
-        found.append((values, sums))
-    return found
-
-
-def _direction(f: LinearMap, v: Tensor) -> Direction:
-    return Direction(v, f.K) if isinstance(f, Scale) else Direction(_each(f, wide(v)))
-
-
-def _fitting(device: torch.device) -> int:
-    """Numbers of the directions of several targets: a GPU has memory for more, and each piece
-    costs the host some launches."""
-    if device.type != "cuda":
-        return _AT_ONCE
-    return max(_AT_ONCE, torch.cuda.get_device_properties(device).total_memory // 256)
-
-
-def _pieces(
-    parts: Sequence[Sequence[str]], G: Mapping[str, Tensor], size: int
-) -> Iterator[list[str]]:
-    """Parts joined to pieces of at most this size, where they are not larger themselves."""
-    piece: list[str] = []
-    held = 0
-    for names in parts:
-        more = sum(G[k].numel() for k in names)
-        if piece and held + more > size:
-            yield piece
-            piece, held = [], 0
-        piece += names
-        held += more
-    yield piece
-
-
 def _finite(tensors: list[Tensor]) -> Tensor:
     """Is every number finite? One launch on a GPU. On a CPU sums are quickest, and only where one
     is not finite it may have overflowed."""
@@ -369,14 +300,6 @@ def _finite(tensors: list[Tensor]) -> Tensor:
         return torch.stack(torch._foreach_norm(tensors, math.inf)).isfinite().all()
     found = all(math.isfinite(t.sum()) or bool(t.isfinite().all()) for t in tensors)
     return torch.tensor(found, device=tensors[0].device)
-
-
-def _mean(gradients: list[Tensor]) -> Tensor:
-    return gradients[0] if len(gradients) == 1 else torch.stack(gradients).mean(0)
-
-
-def _each(f: LinearMap, v: Tensor) -> Tensor:
-    return torch.stack([f(x) for x in v])
 
 
 def _unless(still: Tensor, f: LinearMap) -> LinearMap:

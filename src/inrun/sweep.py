@@ -102,8 +102,8 @@ class Sweep:
         close = abs(float(found) - float(expected)) <= tolerance * float(
             (parts * share).abs().sum()
         )
-        self.verified = close
         if close:
+            self.verified = True
             return True
         return self._refuse(
             f"its loss is {float(found):.6g}, the mean of the targets' own {float(expected):.6g}"

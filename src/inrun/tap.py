@@ -5,7 +5,6 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from inrun.autocast import Autocast, no_autocast
 from inrun.errors import refusal
 from inrun.nodes import Node
 from inrun.ops import Call, Dense, Record
@@ -24,7 +24,7 @@ class MicroBatch:
     """The records of one ``with run.batch(ids)``."""
 
     B: int
-    autocast: tuple[str, bool, torch.dtype] | None = None
+    autocast: Autocast | None = None
     records: dict[Node, list[Record]] = field(default_factory=dict)
     bytes: int = 0
     met: bool = False  # did a parameter meet an example?
@@ -210,12 +210,6 @@ def _saves_output(out: Tensor) -> bool:
 
 
 _SAVES_OUTPUT: dict[type, bool] = {}
-
-
-def no_autocast(device: str) -> Any:
-    """Off, if it is on."""
-    on = torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
 def saved_tensors_hooks() -> bool:

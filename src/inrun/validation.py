@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from inrun.autocast import Autocast, as_it_was
 from inrun.errors import ValidationError
 from inrun.recorded import Recorder, filled
 from inrun.sweep import Gradients, Sweep, joined
@@ -65,7 +66,7 @@ class Validator:
             chunk,
         )
         self.targets = [Batches(n, s, seed + i) for i, (n, s) in enumerate(targets.items())]
-        self.autocast: tuple[str, bool, torch.dtype] | None = None
+        self.autocast: Autocast | None = None
         self._batches: list[list[Any]] = []
         self._reentrant = False
         self.modules = list(model.modules())
@@ -220,7 +221,6 @@ class Validator:
         """Around all passes of a step: evaluation mode, the training's autocast, a random state
         of their own."""
         modes = [(m, m.training) for m in self.modules]
-        device, enabled, dtype = self.autocast or ("cpu", False, torch.bfloat16)
         try:
             for m, _ in modes:
                 _set_training(m, False)
@@ -228,7 +228,7 @@ class Validator:
                 warnings.catch_warnings(),
                 self._buffers.kept(self.modules),
                 seeded(0),
-                torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False),
+                as_it_was(self.autocast),
             ):
                 # a reentrant checkpoint says so when a loss is measured without gradients
                 warnings.filterwarnings("ignore", "None of the inputs have requires_grad")

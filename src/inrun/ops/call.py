@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from inrun.arguments import Spec
+from inrun.autocast import Autocast, as_it_was
 from inrun.layout import Layout, name_of, to_rows
 from inrun.ops import cost
 from inrun.ops.blocks import Blocks
@@ -42,7 +43,7 @@ class Call:
     B: int
     form: Form = "auto"
     shape: tuple[int, ...] = ()
-    autocast: tuple[str, bool, torch.dtype] | None = None  # device, on or off, type
+    autocast: Autocast | None = None  # as it ran
     blocks: Blocks | None = None  # memory for per-example gradients
 
     def with_(self, **changed: Any) -> Call:
@@ -111,8 +112,7 @@ class Call:
         leaves = list(self.leaves)
         leaves[leaf] = value
         args, kwargs = self.spec.unflatten(leaves)
-        device, on, dtype = self.autocast or (value.device.type, False, torch.bfloat16)
-        with torch.autocast(device, dtype=dtype, enabled=on, cache_enabled=False):
+        with as_it_was(self.autocast or (value.device.type, False, torch.bfloat16)):
             return self.func(*args, **kwargs)
 
 
@@ -149,9 +149,9 @@ class OpRule:
     def settled(self, call: Call, fast: bool, directions: int) -> Call:
         """The call with its form chosen, where that was left to us.
 
-        For products of matrices by the cost model, elsewhere the smaller one. ``sizes`` is None for
-        a call of a kind that is replayed. Once, before the operation runs: in the backward pass
-        autocast is off, and the choice must be the same.
+        For products of matrices by the cost model, elsewhere the smaller one (but for ``again``).
+        ``sizes`` is None for a call of a kind that is replayed. Once, before the operation runs: in
+        the backward pass autocast is off, and the choice must be the same.
         """
         if self.sizes is None or call.form == "ghost":
             return call

@@ -1,0 +1,92 @@
+"""The values of a group of targets: a few parameters and a few targets at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from inrun.clipping import Clipping
+from inrun.contraction import Direction, contract
+from inrun.kernels import rows_in_order
+from inrun.ops.records import wide
+from inrun.rules.base import LinearMap, Scale
+from inrun.sweep import Gradients
+from inrun.tap import MicroBatch
+
+_AT_ONCE = 2**28  # numbers of the directions of several targets
+Found = tuple[Tensor, Tensor]  # ⟨u_q, g_i⟩ [Q, B] and ⟨u_q, G⟩ [Q]
+
+
+def group_values(
+    points: Sequence[Gradients], through: Sequence[tuple[Mapping[str, LinearMap], Clipping]],
+    G: Mapping[str, Tensor], micros: Sequence[MicroBatch], parts: Sequence[Sequence[str]], Q: int,
+) -> list[Found]:  # fmt: skip
+    """The values of a group of Q targets, through the maps (and the clipping) of each estimator.
+
+    One target: the whole model at once. Several: a few parameters at a time, and no more targets
+    at a time than fit the memory; their gradients are formed once for all estimators.
+    """
+    place = {k: i for i, k in enumerate(G)}
+
+    def some(names: Sequence[str], qs: slice) -> list[Found]:
+        v = {k: rows_in_order(_mean([p.of(k, qs) for p in points])) for k in names}
+        found = []
+        for maps, carry in through:
+            u = {k: carry.carry(_direction(maps[k], v[k]), place[k]) for k in names}
+            found.append(contract(u, {k: G[k] for k in names}, micros))
+        return found
+
+    if Q == 1:
+        return some(list(G), slice(0, 1))
+    fit = _fitting(next(iter(G.values())).device)
+    pieces = []
+    for names in _pieces(parts, G, fit // Q):
+        n = max(1, min(Q, fit // sum(G[k].numel() for k in names)))
+        pieces.append([some(names, slice(q, min(q + n, Q))) for q in range(0, Q, n)])
+    scale = points[0].scale
+    found = []
+    for e in range(len(through)):
+        whole = [[torch.cat(x) for x in zip(*(f[e] for f in p), strict=True)] for p in pieces]
+        values, sums = (sum(x[1:], x[0]) for x in zip(*whole, strict=True))
+        if scale is not None:
+            values, sums = values * scale[:, None], sums * scale
+        found.append((values, sums))
+    return found
+
+
+def _direction(f: LinearMap, v: Tensor) -> Direction:
+    return Direction(v, f.K) if isinstance(f, Scale) else Direction(_each(f, wide(v)))
+
+
+def _fitting(device: torch.device) -> int:
+    """Numbers of the directions of several targets: a GPU has memory for more, and each piece
+    costs the host some launches."""
+    if device.type != "cuda":
+        return _AT_ONCE
+    return max(_AT_ONCE, torch.cuda.get_device_properties(device).total_memory // 256)
+
+
+def _pieces(
+    parts: Sequence[Sequence[str]], G: Mapping[str, Tensor], size: int
+) -> Iterator[list[str]]:
+    """Parts joined to pieces of at most this size, where they are not larger themselves."""
+    piece: list[str] = []
+    held = 0
+    for names in parts:
+        more = sum(G[k].numel() for k in names)
+        if piece and held + more > size:
+            yield piece
+            piece, held = [], 0
+        piece += names
+        held += more
+    yield piece
+
+
+def _mean(gradients: list[Tensor]) -> Tensor:
+    return gradients[0] if len(gradients) == 1 else torch.stack(gradients).mean(0)
+
+
+def _each(f: LinearMap, v: Tensor) -> Tensor:
+    return torch.stack([f(x) for x in v])
