@@ -12,6 +12,7 @@ from torch import nn
 
 import inrun
 from inrun import contraction, groups
+from inrun.ops.records import Lookup
 from inrun.sweep import Sweep, joined
 from zoo import GPT, ZOO, V
 
@@ -190,6 +191,34 @@ def test_more_targets_than_fit_at_once(monkeypatch):
     first, data, loss = mlp()
     monkeypatch.setattr(groups, "_AT_ONCE", 70)
     assert_as_apart(first, data, loss, equal(data, Q=7, rows=1))
+
+
+class Tied(nn.Module):
+    """A head that is the table itself, as Hugging Face ties them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(V, 8), nn.Linear(8, 8)
+
+    def forward(self, ids):
+        return F.linear(torch.tanh(self.mix(self.embed(ids))), self.embed.weight)
+
+
+@pytest.mark.parametrize("training", ["bitwise", "fast"])
+def test_a_tied_table_whose_gradients_are_formed(training, monkeypatch):
+    """Its look-ups are added to them, and nothing to the training's own gradients."""
+    calls = []
+    add_to = Lookup.add_to
+    monkeypatch.setattr(Lookup, "add_to", lambda *x: (calls.append(1), add_to(*x)))
+    torch.manual_seed(0)
+    first, ids = Tied().double(), IDS % 4 + 3  # many tokens alike
+    few = trained(first, ids, next_token, equal(ids, Q=2, rows=1), training=training)
+    assert not calls, "a few are looked up"
+    many = equal(ids, Q=8, rows=1)
+    run = assert_as_apart(first, ids, next_token, many, training=training)
+    assert len(calls) == 3, "once a step"
+    for a, b in zip(few.model.parameters(), run.model.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("name", ["language", "vit"])

@@ -343,7 +343,7 @@ class Capture(Provenance):
             if self.offload:
                 record = record.map(lambda t: t.to("cpu", non_blocking=False))
             before = micro.bytes
-            micro.add(node, record)
+            micro.add(node, record, self.directions)
             self.check_memory(micro.bytes - before)
 
     # Activation checkpointing recomputes in the autograd engine, where no mode is on. Hooks on the

@@ -10,6 +10,7 @@ from torch import Tensor
 from inrun.clipping import Clipping
 from inrun.contraction import Direction, contract
 from inrun.kernels import rows_in_order
+from inrun.ops.cost import TOGETHER
 from inrun.ops.records import wide
 from inrun.rules.base import LinearMap, Scale
 from inrun.sweep import Gradients
@@ -40,10 +41,10 @@ def group_values(
 
     if Q == 1:
         return some(list(G), slice(0, 1))
-    fit = _fitting(next(iter(G.values())).device)
+    fit, room = _fitting(next(iter(G.values())).device)
     pieces = []
     for names in _pieces(parts, G, fit // Q):
-        n = max(1, min(Q, fit // sum(G[k].numel() for k in names)))
+        n = _targets_at_once(Q, room // sum(G[k].numel() for k in names))
         pieces.append([some(names, slice(q, min(q + n, Q))) for q in range(0, Q, n)])
     scale = points[0].scale
     found = []
@@ -60,12 +61,20 @@ def _direction(f: LinearMap, v: Tensor) -> Direction:
     return Direction(v, f.K) if isinstance(f, Scale) else Direction(_each(f, wide(v)))
 
 
-def _fitting(device: torch.device) -> int:
-    """Numbers of the directions of several targets: a GPU has memory for more, and each piece
-    costs the host some launches."""
+def _fitting(device: torch.device) -> tuple[int, int]:
+    """Numbers of the directions of several targets: of small parameters together, and of a large
+    one. A GPU has memory for more, each piece costs the host some launches, and of a large
+    parameter all examples' gradients are read again for every few targets."""
     if device.type != "cuda":
-        return _AT_ONCE
-    return max(_AT_ONCE, torch.cuda.get_device_properties(device).total_memory // 256)
+        return _AT_ONCE, _AT_ONCE
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return max(_AT_ONCE, memory // 256), max(_AT_ONCE, memory // 64)
+
+
+def _targets_at_once(Q: int, fit: int) -> int:
+    """No more than fit; of many, as many as the kernel takes together."""
+    n = max(1, min(Q, fit))
+    return n if n == Q or n < TOGETHER else n // TOGETHER * TOGETHER
 
 
 def _pieces(

@@ -16,7 +16,8 @@ from inrun.autocast import Autocast, no_autocast
 from inrun.errors import refusal
 from inrun.nodes import Node
 from inrun.ops import Call, Dense, Record
-from inrun.ops.records import wide_type
+from inrun.ops.cost import MANY
+from inrun.ops.records import Lookup, wide_type
 
 
 @dataclass
@@ -32,12 +33,18 @@ class MicroBatch:
     _by_root: dict[str, list[Node]] | None = field(default=None, repr=False)
     _counted: int = 0
 
-    def add(self, node: Node, record: Record) -> None:
-        """Keep a record; materialised gradients of the same operand are summed."""
+    def add(self, node: Node, record: Record, directions: int = 1) -> None:
+        """Keep a record. Materialised gradients of the same operand are summed, and for many
+        directions look-ups are added to them: they would be looked up in every direction."""
         kept = self.records.setdefault(node, [])
         for i, other in enumerate(kept):
-            if isinstance(record, Dense) and isinstance(other, Dense):
+            if not isinstance(other, Dense):
+                continue
+            if isinstance(record, Dense):
                 kept[i] = other + record
+                return
+            if isinstance(record, Lookup) and directions >= MANY and record.joins(other):
+                record.add_to(other.grads)
                 return
         kept.append(record)
         self.bytes += sum(t.numel() * t.element_size() for t in record.tensors())

@@ -7,7 +7,7 @@ from torch import nn
 
 from inrun.nodes import directions
 from inrun.ops.derivative import MANY, each
-from inrun.ops.records import Lookup
+from inrun.ops.records import Dense, Lookup, Pair
 from test_zoo import captured, close, gradients_of, reference_rows
 from zoo import Problem
 
@@ -229,6 +229,21 @@ def test_groups_of_a_lookup_are_added_in_place(room):
     found = record.add_groups(total, sizes)
     assert close(found, expected, 1e-6)
     assert (found.data_ptr() == total.data_ptr()) == isinstance(room, int)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_lookups_join_gradients_that_are_formed_anyway(dtype):
+    torch.manual_seed(0)
+    table = torch.randn(6, 7, 4, dtype=dtype)
+    ids, delta = torch.randint(0, 7, (6, 50)), torch.randn(6, 50, 4, dtype=dtype)
+    record = Lookup(ids, delta, 7)
+    expected = table.double() + Lookup(ids, delta.double(), 7).rows()
+    record.add_to(table)
+    rounding = torch.finfo(dtype).eps
+    assert ((table.double() - expected).abs() <= rounding * expected.abs() + 1e-6 * rounding).all()
+    assert record.joins(Dense(table, own=True))
+    assert not record.joins(Dense(table)), "its memory may be the training's"
+    assert not record.joins(Pair(delta, delta))
 
 
 def test_what_vmap_does_not_know_is_done_one_by_one():

@@ -83,6 +83,7 @@ class Dense(Record):
     """Materialised: the per-example gradients themselves."""
 
     grads: Tensor  # [B, *W]
+    own: bool = False  # is this memory nobody else's?
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -179,10 +180,11 @@ class Pair(Record):
     def materialised(self, blocks: Blocks | None) -> Dense:
         """The gradients, written to memory that is there already where possible."""
         if blocks is None:
-            return Dense(self.rows())
+            return Dense(self.rows(), own=True)
         left, right = self._factors()
         place = blocks.take((len(left), *self.shape), left)
-        return Dense(left.mT @ right if place is None else torch.bmm(left.mT, right, out=place))
+        rows = left.mT @ right if place is None else torch.bmm(left.mT, right, out=place)
+        return Dense(rows, own=True)
 
     def groups(self, sizes: Sequence[int]) -> Tensor:
         return _merged(self, sizes)
@@ -216,6 +218,20 @@ class Lookup(Record):
         out = self.delta.new_zeros(B * self.size, O)
         at = self.ids + torch.arange(B, device=self.ids.device)[:, None] * self.size
         return out.index_add_(0, at.flatten(), self.delta.reshape(B * T, O)).view(B, self.size, O)
+
+    def joins(self, other: Record) -> bool:
+        """Are the table's gradients formed anyway (it is the head's weight, too), so that g_i can
+        be added to them?"""
+        B, T = self.ids.shape
+        return isinstance(other, Dense) and other.own and B * T * T <= _CHOSEN
+
+    def add_to(self, rows: Tensor) -> None:
+        """Add g_i to ``rows`` [B, V, O], in place; each number is rounded once."""
+        delta = wide(self.delta)
+        same = self.ids[:, :, None] == self.ids[:, None, :]  # [B, T, T]
+        sums = same.to(delta.dtype) @ delta  # whatever this row receives, from every token
+        at = torch.arange(len(rows), device=rows.device)[:, None], self.ids
+        rows[at] = (rows[at] + sums).to(rows.dtype)
 
     def groups(self, sizes: Sequence[int]) -> Tensor:
         return _merged(self, sizes)
