@@ -39,6 +39,7 @@ from inrun.tap import (
     Tap,
     Tapped,
     composite,
+    kept_by,
     put,
     saved_tensors_hooks,
     tapped,
@@ -240,7 +241,7 @@ class Capture(Provenance):
             raise refusal(call, tensors_in(out), "it has no rule")
         call = self._placed(call, func, args, kwargs, out)
         met = Met(call.with_(leaves=()), rule.records if rule else replay, detached, summed,
-                  shapes_suffice(func))  # fmt: skip
+                  shapes_suffice(func), rule.kept if rule else ())  # fmt: skip
         if key is not None and spec.nested is None and not in_place(func):
             self._recall.learn(key, met)
         return self._tap(out, call, met, leaves)
@@ -273,12 +274,14 @@ class Capture(Provenance):
     def _tap(self, out: Tensor, call: Call, met: Met, leaves: Sequence[Any]) -> Tensor:
         assert self.live is not None
         self.live.met = True
-        if saved_tensors_hooks():
+        device, packed = out.device.type, saved_tensors_hooks()
+        if packed:
             self._expect_recomputation()
-        device = out.device.type
         self.live.autocast = current(device)
-        blocks = self.blocks if device == "cpu" and not self._planning else None
-        call = call.with_(autocast=self.live.autocast, blocks=blocks)
+        call = call.with_(autocast=self.live.autocast)
+        if device == "cpu" and not self._planning:
+            kept = () if packed else kept_by(out, met.kept)
+            call = call.with_(blocks=self.blocks, kept=kept)
         tap = Tapped(met.rule, self.live, met.detached, met.summed, self.receive)
         extras = [self.trigger] if self.probe else [leaves[i] for i in met.summed]
         out = tapped(self.tap, out, call, tap, extras)

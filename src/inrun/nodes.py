@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten
 
 from inrun.arguments import Spec
 from inrun.autocast import Autocast, as_it_was, current
+from inrun.layout import name_of
 from inrun.ops.derivative import along, each
 
 
@@ -58,6 +59,10 @@ def directions(node: Node, u: Mapping[str, Tensor]) -> Tensor:
         return u[node.name]
     params = _parameters(node)
     moving = [k for k in params if k in u]
+    if len(moving) == 1 and _linear(node):
+        (k,) = moving
+        with torch.no_grad():
+            return torch.stack([_evaluate(node, {k: x}, {}) for x in u[k].to(params[k].dtype)])
     at = [params[k] for k in moving]
 
     def value(*moved: Tensor) -> Tensor:
@@ -70,6 +75,19 @@ def directions(node: Node, u: Mapping[str, Tensor]) -> Tensor:
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         found = each(derivative, rows, lambda *us: (along(lambda w: value(*w), at, us),))
     return found[0]
+
+
+def _linear(node: Node) -> bool:
+    """Is it one parameter looked up, cut or turned around? Its direction is made the same way."""
+    if node.func is None:
+        return True
+    inner = [x for x in node.leaves if isinstance(x, Node)]
+    return name_of(node.func) in _LINEAR and len(inner) == 1 and _linear(inner[0])
+
+
+_LINEAR = ("embedding", "getitem", "select", "narrow", "slice", "index_select", "view", "reshape",
+           "flatten", "unflatten", "unsqueeze", "squeeze", "expand", "expand_as", "t", "T", "mT",
+           "transpose", "permute", "movedim", "contiguous")  # fmt: skip
 
 
 def pull_back(

@@ -52,6 +52,7 @@ class Met:
     detached: tuple[int, ...]
     summed: tuple[int, ...]
     shapes: bool
+    kept: tuple[str, ...] = ()
 
     def saved(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         if self.shapes:

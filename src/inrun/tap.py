@@ -219,6 +219,13 @@ def _saves_output(out: Tensor) -> bool:
 _SAVES_OUTPUT: dict[type, bool] = {}
 
 
+def kept_by(out: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
+    """What autograd keeps under these names for the operation that made the tensor, if all."""
+    kept = (getattr(out.grad_fn, name, None) for name in names)
+    found = tuple(x for x in kept if x is not None)
+    return found if len(found) == len(names) else ()
+
+
 def saved_tensors_hooks() -> bool:
     """Are saved tensors packed by somebody (non-reentrant checkpointing, offloading)?"""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

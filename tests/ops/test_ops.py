@@ -204,6 +204,52 @@ def test_look_ups_take_the_form_asked_for(name, form, kind):
     assert [type(r).__name__ for rs in micro.records.values() for r in rs] == [kind]
 
 
+MADE = {
+    "looked up": lambda w: F.embedding(torch.tensor([1, 0, 1]), w),
+    "cut": lambda w: w[:3],
+    "turned": lambda w: w.t().reshape(4, 5)[:3, :4],
+    "expanded": lambda w: w[1].expand(3, 4),
+    "scaled": lambda w: w[:3] * 2,
+    "squared": lambda w: (w * w)[:3],
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_directions_of_tensors_made_of_a_parameter(made):
+    torch.manual_seed(1)
+    p = Problem(
+        Op(lambda m, x: x * MADE[made](m.w), w=(5, 4)), (torch.randn(2, 3, 4),), 2,
+        lambda m, b: m(b[0]), lambda out, b: out.square().mean(),
+    )  # fmt: skip
+    _, micro = captured(p)
+    (node,) = micro.records
+    u, w = torch.randn(2, 5, 4), p.model.w.detach()
+    expected = torch.stack([torch.func.jvp(MADE[made], (w,), (x,))[1] for x in u])
+    assert close(directions(node, {"w": u}), expected, 1e-6)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_layer_norms_share_the_memory_of_what_they_do_not_keep(fast):
+    """Of different sizes, one after the other, from the statistics of the forward pass."""
+    torch.manual_seed(1)
+    shapes = {"w": (4,), "b": (4,), "v": (5, 4), "c": (5, 4), "s": (4,)}
+
+    def norms(m, x):
+        inner = F.layer_norm(x + m.s, (4,), m.w, m.b)
+        outer = F.layer_norm(torch.cat([inner, inner.tanh()], 1), (5, 4), m.v, m.c)
+        return F.layer_norm(outer, (4,), m.w * 2)
+
+    p = Problem(
+        Op(norms, **shapes), (torch.randn(3, 2, 5, 4),), 3,
+        lambda m, b: m(b[0]), lambda out, b: out.flatten(1).pow(3).sum(1).mean(),
+    )  # fmt: skip
+    expected = reference_rows(p)
+    capture, micro = captured(p, fast=fast)
+    assert len(capture.blocks._scratch) == 8 * 3 * 4 * 5 * 4
+    for k, rows in gradients_of(micro).items():
+        assert close(rows, expected[k], 1e-9), k
+
+
 def test_the_energy_of_ghost_records_is_unbiased():
     p = problem("linear-3d", 5)
     _, dense = captured(p, form="materialise")

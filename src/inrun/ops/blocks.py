@@ -20,6 +20,7 @@ class Blocks:
 
     _memory: Tensor
     _used: int  # bytes, those that did not fit too
+    _scratch: Tensor
 
     def __init__(self) -> None:
         self.free()
@@ -31,6 +32,13 @@ class Blocks:
         if self._used > len(self._memory):
             return None
         return self._memory[start : start + size].view(like.dtype).view(shape)
+
+    def scratch(self, like: Tensor) -> Tensor:
+        """Memory for an intermediate result, until the next one."""
+        size = like.numel() * like.element_size()
+        if len(self._scratch) < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return self._scratch[:size].view(like.dtype).view(like.shape)
 
     def over(self) -> None:
         """The step is over: what was taken is free, and as much will be wanted again."""
@@ -44,6 +52,7 @@ class Blocks:
     def free(self) -> None:
         """Let go of the memory, whoever keeps this."""
         self._memory, self._used = torch.empty(0, dtype=torch.uint8, device="cpu"), 0
+        self._scratch = self._memory
 
     @contextmanager
     def undone_if_it_fails(self) -> Iterator[None]:

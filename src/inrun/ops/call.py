@@ -45,6 +45,7 @@ class Call:
     shape: tuple[int, ...] = ()
     autocast: Autocast | None = None  # as it ran
     blocks: Blocks | None = None  # memory for per-example gradients
+    kept: tuple[Tensor, ...] = ()  # what the rule asked for of autograd's own (``OpRule.kept``)
 
     def with_(self, **changed: Any) -> Call:
         """The same with some fields changed (``dataclasses.replace``, ten times as fast)."""
@@ -139,12 +140,15 @@ class OpRule:
     ``weight`` is the argument whose gradient is most of the backward pass: with
     ``training="fast"`` it is formed as the sum of the per-example gradients where these are
     materialised; that of ``vectors``, which always are, in any case.
+
+    ``kept`` names what autograd keeps for its own backward pass and the rule can use.
     """
 
     records: RuleFunction
     weight: tuple[int, str] | None = None
     vectors: tuple[tuple[int, str], ...] = ()
     sizes: Callable[[Call], Sizes | None] | None = None
+    kept: tuple[str, ...] = ()
 
     def settled(self, call: Call, fast: bool, directions: int) -> Call:
         """The call with its form chosen, where that was left to us.
@@ -178,6 +182,7 @@ def register_op(
     weight: tuple[int, str] | None = None,
     vectors: tuple[tuple[int, str], ...] = (),
     sizes: Callable[[Call], Sizes | None] | None = None,
+    kept: tuple[str, ...] = (),
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Decorator: the function below gives the records of these operations.
 
@@ -187,7 +192,7 @@ def register_op(
 
     def decorate(rule: RuleFunction) -> RuleFunction:
         for func in funcs:
-            _RULES[func] = OpRule(rule, weight, vectors, sizes)
+            _RULES[func] = OpRule(rule, weight, vectors, sizes, kept)
         return rule
 
     return decorate

@@ -39,7 +39,10 @@ def _reduce(call: Call, full: Tensor, leaf: int, channels: bool) -> Record:
     return Dense(call.channels(full))
 
 
-@register_op("layer_norm", "rms_norm", vectors=((2, "weight"), (3, "bias")))
+@register_op(
+    "layer_norm", "rms_norm", vectors=((2, "weight"), (3, "bias")),
+    kept=("_saved_result1", "_saved_result2"),
+)  # fmt: skip
 def last_dimensions(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """Over the last dimensions, which the weight has the shape of."""
     x, shape = call.value(0, "input"), call.value(1, "normalized_shape")
@@ -51,9 +54,19 @@ def last_dimensions(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     else:
         eps = call.value(4, "eps", 1e-5)
         yield from _affine(
-            call, delta, lambda: F.layer_norm(x, shape, None, None, eps),
+            call, delta, lambda: _layer_normalised(call, x, shape, eps),
             (2, "weight"), (3, "bias"), False,
         )  # fmt: skip
+
+
+def _layer_normalised(call: Call, x: Tensor, shape: Any, eps: float) -> Tensor:
+    """x̂. On a host from the statistics of the forward pass, and in memory that is used again: all
+    that remains of it is a sum over tokens (where there are any)."""
+    if len(call.kept) == 2 and call.blocks is not None and x.ndim > 1 + len(shape):
+        mean, rstd = call.kept
+        if mean.dtype == x.dtype:
+            return torch.sub(x, mean, out=call.blocks.scratch(x)).mul_(rstd)
+    return F.layer_norm(x, shape, None, None, eps)
 
 
 @register_op("group_norm", vectors=((2, "weight"), (3, "bias")))
