@@ -10,7 +10,13 @@ from experiments.common.markdown import unfinished
 from experiments.common.parts import Context, Experiment, Settings
 from experiments.source_identification import models, scores
 from experiments.source_identification.ranking import ranks
-from experiments.source_identification.summary import differences, headline, summarise, table
+from experiments.source_identification.summary import (
+    differences,
+    headline,
+    points,
+    summarise,
+    table,
+)
 from experiments.source_identification.texts import problem
 
 SCRATCH = {"epochs": 3, "lr": 3e-4}
@@ -39,6 +45,7 @@ def parts(size: str) -> dict[str, Settings]:
                       "warmup": 5}  # fmt: skip
             found["pretrain-gpt"] = small | {"pretrain": learnt, "task": "pretrain"}
             found["gpt-pretrained"] = small | {"pretrain": learnt, "task": "values"}
+            found["gpt-points"] = small | {"task": "points", "estimators": list(scores.POINTS)}
         return found
     distil = common | {"model": "distilgpt2"}
     english = distil | TUNED | {"pretrain": PRETRAIN}
@@ -60,6 +67,11 @@ def parts(size: str) -> dict[str, Settings]:
                 found[f"{run}-{candidates}-{i + 1}of{shards}"] = (
                     settings | sizes | {"task": "values", "batch": batch, "shard": [i, step]}
                 )
+    # Is it the map or the point that makes a difference?
+    found["smollm2-135m-1000-points"] = runs["smollm2-135m"][0] | {
+        "candidates": 1_000, "sources": 90, "task": "points", "batch": 16, "shard": [1, 3],
+        "estimators": list(scores.POINTS),
+    }  # fmt: skip
     for candidates in (10_000, 1_000):  # last: on a machine with a GPU bm25s may be missing
         sizes = {"candidates": candidates, "sources": 90}
         found[f"bm25-{candidates}"] = common | sizes | {"task": "bm25"}
@@ -82,6 +94,9 @@ def measure(settings: Settings, context: Context) -> dict[str, Any]:
     if settings["task"] == "pretrain":
         loss = scores.mean_loss(model, candidates)
         return {"task": "pretrain", "loss": loss} | language.learnt
+    if settings["task"] == "points":
+        values, counts = scores.along_the_run(model, candidates, queries, settings, context)
+        return result | counts | {"ranks": {e: ranks(x, sources) for e, x in values.items()}}
     before = [scores.mean_loss(model, x) for x in (candidates, queries)]
     values, counts = scores.along_the_run(model, candidates, queries, settings, context)
     after = [scores.mean_loss(model, x) for x in (candidates, queries)]
@@ -114,6 +129,7 @@ EXPERIMENT = Experiment(
         "reproduce-source-identification": table,
         "reproduce-source-identification-unfinished": unfinished,
         "reproduce-source-identification-differences": differences,
+        "reproduce-source-identification-points": points,
     },
     figures={
         "reproduce-source-identification.png": drawn_by("experiments.source_identification.figure")

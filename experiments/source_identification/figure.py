@@ -14,8 +14,11 @@ OWN = {"bm25": "#3a9b5c", "if": "#b04a8f"}
 def draw(committed: dict[str, Any]) -> Any:
     size, summary = last(committed)
     runs = summary["runs"]
-    figure, axes = canvas(len(runs), width=4.6)
-    for ax, (name, run) in zip(axes[0], runs.items(), strict=True):
+    columns = min(3, len(runs))
+    figure, axes = canvas(columns, -(-len(runs) // columns), width=4.6)
+    places = axes.flat
+    for name, run in runs.items():
+        ax = next(places)
         for k, (method, label) in enumerate(METHODS.items()):
             cells = [run["categories"][c]["methods"].get(method) for c in CATEGORIES]
             found = [(i, c["rank"]) for i, c in enumerate(cells) if c is not None]
@@ -39,4 +42,6 @@ def draw(committed: dict[str, Any]) -> Any:
         title = f"{name}: {run['candidates']:,} candidates, {run['sources']} sources ({size})"
         ax.set_title(title, fontsize=8)
         ax.legend(fontsize=6)
+    for ax in places:  # fewer runs than places
+        ax.set_visible(False)
     return figure

@@ -15,6 +15,7 @@ from experiments.source_identification.models import loss, losses
 from experiments.source_identification.texts import Problem
 
 ESTIMATORS = ("sgd", "tangent", "secant")
+POINTS = ("tangent", "tangent+midpoint", "secant+current", "secant")  # either map at either point
 Rows = tuple[Tensor, ...]  # tokens and how many count: models.LanguageModel.rows
 WATCHED: dict[str, Any] = {"loss": loss, "audit_every": 0, "training": "fast"}
 
@@ -33,8 +34,9 @@ def along_the_run(
     N, batch = len(candidates[0]), settings["batch"]
     epochs = [torch.randperm(N, generator=generator) for _ in range(settings["epochs"])]
     order = [ids for epoch in epochs for ids in epoch.split(batch)]
+    estimators = settings.get("estimators", list(ESTIMATORS))
     with inrun.watch(
-        model, optimizer, targets=targets(queries), estimator=list(ESTIMATORS), **WATCHED
+        model, optimizer, targets=targets(queries), estimator=estimators, **WATCHED
     ) as run:
         for step in context.track(len(order)):
             for group in optimizer.param_groups:
@@ -43,7 +45,7 @@ def along_the_run(
             optimizer.step()
             optimizer.zero_grad()
         found = {}
-        for e in ESTIMATORS:
+        for e in estimators:
             history = run.history(e)
             found[e] = summed(run, history, N)
             found[f"{e}, later"] = summed(run, history[history["step"] > 0], N)

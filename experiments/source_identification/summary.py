@@ -10,6 +10,7 @@ import numpy as np
 from experiments.common.markdown import heading, row
 from experiments.common.parts import Results
 from experiments.common.statistics import interval
+from experiments.source_identification.scores import POINTS
 from experiments.source_identification.texts import CATEGORIES
 
 METHODS = {
@@ -47,7 +48,20 @@ def summarise(results: Results) -> dict[str, Any]:
     lexical = [r for r in results.values() if r["task"] == "bm25"]
     found = {name: one(shards, lexical) for name, shards in runs.items()}
     pretrained = {n: r for n, r in results.items() if r["task"] == "pretrain"}
-    return {"runs": found, "pretrained": pretrained}
+    apart = {n: by_point(r) for n, r in results.items() if r["task"] == "points"}
+    return {"runs": found, "pretrained": pretrained, "points": apart}
+
+
+def by_point(result: dict[str, Any]) -> dict[str, Any]:
+    """Average ranks of both maps at both points of the step."""
+    ranks = flat(result)
+    return {
+        "candidates": result["candidates"],
+        "categories": {
+            c: {m: places([(s, r) for s, k, of, r in ranks if (k, of) == (c, m)]) for m in POINTS}
+            for c in CATEGORIES
+        },
+    }
 
 
 def one(shards: list[dict[str, Any]], lexical: list[dict[str, Any]]) -> dict[str, Any]:
@@ -149,15 +163,15 @@ def differences(committed: dict[str, Any]) -> str:
     """What the Adam-aware estimators win over the SGD proxy, query by query."""
     lines = heading(
         "size", "run, candidates", "scenario", "tangent above SGD by", "secant above SGD by",
-        "better / worse than SGD: tangent", "secant", "median: SGD, tangent, secant",
-        "mean without the first step: the same", "recall at 10: BM25, IF, SGD, tangent, secant",
-        "MRR: the same",
+        "secant above tangent by", "better / worse than SGD: tangent", "secant",
+        "median: SGD, tangent, secant", "mean without the first step: the same",
+        "recall at 10: BM25, IF, SGD, tangent, secant", "MRR: the same",
     )  # fmt: skip
     for size, data in committed.items():
         for name, run in data["summary"]["runs"].items():
             for category, c in run["categories"].items():
                 m, pairs = c["methods"], [c["pairs"][f"{e} / sgd"] for e in ("tangent", "secant")]
-                by = (gain(p) for p in pairs)
+                by = (gain(p) for p in (*pairs, c["pairs"]["secant / tangent"]))
                 share = (f"{p['better']:.0%} / {p['worse']:.0%}" for p in pairs)
                 median = ", ".join(f"{m[e]['median']:.1f}" for e in ("sgd", "tangent", "secant"))
                 later = ", ".join(f"{x['rank']['mean']:.1f}" for x in c["later"].values())
@@ -167,6 +181,18 @@ def differences(committed: dict[str, Any]) -> str:
                 )
                 what = size, named(name, run), CATEGORIES[category]
                 lines.append(row(*what, *by, *share, median, later, recall, mrr))
+    return "\n".join(lines)
+
+
+def points(committed: dict[str, Any]) -> str:
+    """Both maps at both points."""
+    at = ("tangent, current (paper)", "tangent, midpoint", "secant, current", "secant, midpoint")
+    lines = heading("size", "run, candidates", "scenario", *at)
+    for size, data in committed.items():
+        for name, run in data["summary"].get("points", {}).items():
+            for category, found in run["categories"].items():
+                cells = (rank(found[e]) for e in POINTS)
+                lines.append(row(size, named(name, run), CATEGORIES[category], *cells))
     return "\n".join(lines)
 
 

@@ -37,6 +37,11 @@ def test_finds_the_sources_and_stands_beside_the_paper(tmp_path):
                 assert cell["rank"]["min"] >= 1 and cell["rank"]["max"] <= run["candidates"]
                 if category in ("exact", "partial_same"):
                     assert cell["rank"]["mean"] < 5, (category, method, "chance is 30")
+    (points,) = found["summary"]["points"].values()
+    for category, at in points["categories"].items():
+        for e in ("tangent", "secant"):  # at their own points: the same run once more
+            assert at[e] == runs["gpt"]["categories"][category]["methods"][e]
+    assert at["secant"] != at["secant+current"] and at["tangent"] != at["tangent+midpoint"]
     (known,) = found["summary"]["pretrained"].values()
     assert known["characters"] == 20_000 and known["tokens"] > 1_000 and known["steps"] > 0
     (weights,) = (tmp_path / "weights").glob("gpt-*.pt")
