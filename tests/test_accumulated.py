@@ -416,6 +416,32 @@ def test_memory_of_failed_batches_and_closed_runs_is_free():
     assert last.grad_fn is not None and len(blocks._memory) == 0  # though the graph is still there
 
 
+def test_host_memory_is_the_same_in_every_step():
+    from inrun.ops.blocks import Blocks
+
+    blocks, like = Blocks(), torch.zeros(1, dtype=torch.float64)
+    shapes = [(4, 4), (3,), (2, 2), (4, 4)]
+    for shape in shapes:
+        assert blocks.take(shape, like) is None
+    blocks.over()
+    seen = []
+    for _ in range(3):
+        taken = [blocks.take(shape, like) for shape in shapes]
+        assert [tuple(x.shape) for x in taken] == shapes
+        for i, x in enumerate(taken):
+            x.fill_(i)
+        assert [float(x.sum()) for x in taken] == [0, 3, 8, 48], "each has its own"
+        seen.append([x.data_ptr() for x in taken])
+        blocks.over()
+    assert seen[0] == seen[1] == seen[2]
+    small, large = torch.zeros(2, 3), torch.zeros(5, 3, dtype=torch.float64)
+    assert blocks.scratch(small).data_ptr() == blocks.scratch(small).data_ptr()
+    for like in (large, small, large):
+        found = blocks.scratch(like)
+        assert found.shape == like.shape and found.dtype == like.dtype
+        assert found.data_ptr() == blocks._scratch.data_ptr()
+
+
 def test_a_step_without_memory_to_keep_is_a_step(monkeypatch):
     """Where the system refuses so much at once, gradients are formed as before."""
     from inrun.ops.blocks import Blocks

@@ -233,7 +233,7 @@ class Row:
             return first
 
         def flat(tensors: Iterable[Tensor]) -> Tensor:
-            return torch.cat([t.detach().flatten() for t in tensors])
+            return torch.cat([t if t.ndim == 1 else t.flatten() for t in tensors])
 
         state = {
             k: flat(m.state[k] for m in self.members) if _of_each(x, first.p) else x
@@ -246,7 +246,10 @@ class Row:
         if len(self.members) == 1:
             return [flat]
         parts = flat.split([m.p.numel() for m in self.members])
-        return [x.view(m.p.shape) for x, m in zip(parts, self.members, strict=True)]
+        return [
+            x if m.p.ndim == 1 else x.view(m.p.shape)
+            for x, m in zip(parts, self.members, strict=True)
+        ]
 
     def at(self, x: float) -> list[Tensor]:
         """The weights of each member at a point."""
@@ -272,7 +275,7 @@ def _quick(m: Moved) -> bool:
     if m.rule.shift is None or m.rule.fused is None or "exp_avg" not in m.state:
         return False
     numbers = m.rule.fused(m.options)
-    if numbers is None or any(map(torch.is_tensor, numbers)):
+    if numbers is None or any(map(torch.is_tensor, numbers)) or numbers[1] == 0:
         return False
     step = m.state["step"]
     return not isinstance(step, Tensor) or step.device.type == "cpu"  # else it would be read back

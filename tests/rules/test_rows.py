@@ -18,6 +18,7 @@ OPTIMIZERS = {
     "adam": (optim.Adam, {"weight_decay": 0.1}),
     "adamw": (optim.AdamW, {}),
     "adamw amsgrad": (optim.AdamW, {"amsgrad": True}),
+    "adamw without a second memory": (optim.AdamW, {"betas": (0.9, 0.0)}),
     "nadam": (optim.NAdam, {}),
     "radam": (optim.RAdam, {}),
     "adamax": (optim.Adamax, {}),

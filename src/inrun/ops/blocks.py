@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +22,11 @@ class Blocks:
     _memory: Tensor
     _used: int  # bytes, those that did not fit too
     _scratch: Tensor
+    _views: dict[Any, Tensor]  # of both: the same are asked for in every step
 
     def __init__(self) -> None:
         self.free()
+        _keep_freed_memory()
 
     def take(self, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
         """Memory to write to, until ``over``; None where there is none (the first time)."""
@@ -31,14 +34,22 @@ class Blocks:
         start, self._used = self._used, self._used + -(-size // 64) * 64
         if self._used > len(self._memory):
             return None
-        return self._memory[start : start + size].view(like.dtype).view(shape)
+        return self._view(self._memory, start, shape, like)
 
     def scratch(self, like: Tensor) -> Tensor:
         """Memory for an intermediate result, until the next one."""
         size = like.numel() * like.element_size()
         if len(self._scratch) < size:
             self._scratch = torch.empty(size, dtype=torch.uint8, device="cpu")
-        return self._scratch[:size].view(like.dtype).view(like.shape)
+            self._views = {}
+        return self._view(self._scratch, 0, like.shape, like)
+
+    def _view(self, memory: Tensor, start: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        key = id(memory), start, shape, like.dtype
+        if key not in self._views:
+            end = start + math.prod(shape) * like.element_size()
+            self._views[key] = memory[start:end].view(like.dtype).view(shape)
+        return self._views[key]
 
     def over(self) -> None:
         """The step is over: what was taken is free, and as much will be wanted again."""
@@ -52,7 +63,7 @@ class Blocks:
     def free(self) -> None:
         """Let go of the memory, whoever keeps this."""
         self._memory, self._used = torch.empty(0, dtype=torch.uint8, device="cpu"), 0
-        self._scratch = self._memory
+        self._scratch, self._views = self._memory, {}
 
     @contextmanager
     def undone_if_it_fails(self) -> Iterator[None]:
@@ -63,3 +74,14 @@ class Blocks:
         except BaseException:
             self._used = min(before, self._used)
             raise
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc keep what is freed in a step for the next one.
+
+    It gives memory back to the system unless it has seen larger pieces come and go (mallopt(3),
+    M_MMAP_THRESHOLD), and what it gives back costs a page fault for every 4 KB when it is wanted
+    again: thousands in a step. Here it sees a piece of nearly the largest size that it learns from,
+    which nobody writes to. Other allocators take no notice.
+    """
+    torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")

@@ -102,7 +102,7 @@ class Call:
 
     def tokens(self, x: Tensor) -> Tensor:
         """[B, …, N] as [B, T, N]."""
-        return x.reshape(self.B, -1, x.shape[-1])
+        return x if x.ndim == 3 else x.reshape(self.B, -1, x.shape[-1])
 
     def batched(self, position: int, keyword: str) -> bool:
         leaf = self.at(position, keyword)

@@ -14,7 +14,9 @@ from inrun.ops.records import Dense, Pair, Record, wide_type
 
 def _weight(call: Call, x: tuple[int, str], node: Any, delta: Tensor, transposed: bool) -> Any:
     a, d = call.tokens(call.rows(*x)), call.tokens(call.split(delta))
-    pair = Pair(a.to(d.dtype), d, transposed)  # under autocast the operation saw a in δ's type
+    if a.dtype != d.dtype:  # under autocast the operation saw a in δ's type
+        a = a.to(d.dtype)
+    pair = Pair(a, d, transposed)
     return node, pair.materialised(call.blocks) if call.form == "materialise" else pair
 
 

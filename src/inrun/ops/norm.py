@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inrun.layout import Layout
 from inrun.ops.call import Call, reduce_to, register_op, replay_leaf
-from inrun.ops.records import Dense, Record
+from inrun.ops.records import Dense, Record, wide_type
 
 Arg = tuple[int, str]
 
@@ -51,22 +52,33 @@ def last_dimensions(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
         yield from _affine(
             call, delta, lambda: F.rms_norm(x, shape, None, eps), (2, "weight"), None, False
         )
+    elif _statistics_serve(call, x, delta, shape):
+        yield from _by_statistics(call, x, delta)
     else:
         eps = call.value(4, "eps", 1e-5)
         yield from _affine(
-            call, delta, lambda: _layer_normalised(call, x, shape, eps),
+            call, delta, lambda: F.layer_norm(x, shape, None, None, eps),
             (2, "weight"), (3, "bias"), False,
         )  # fmt: skip
 
 
-def _layer_normalised(call: Call, x: Tensor, shape: Any, eps: float) -> Tensor:
-    """x̂. On a host from the statistics of the forward pass, and in memory that is used again: all
-    that remains of it is a sum over tokens (where there are any)."""
-    if len(call.kept) == 2 and call.blocks is not None and x.ndim > 1 + len(shape):
+def _statistics_serve(call: Call, x: Tensor, delta: Tensor, shape: Any) -> bool:
+    """On a host: are mean and deviation of the forward pass at hand, for tokens [B, T, N]?"""
+    known = len(call.kept) == 2 and call.blocks is not None
+    plain = x.ndim == 3 and len(shape) == 1 and call.layout == Layout(0)
+    types = {x.dtype, delta.dtype, wide_type(x.dtype), call.kept[0].dtype} if known else set()
+    return plain and len(types) == 1
+
+
+def _by_statistics(call: Call, x: Tensor, delta: Tensor) -> Iterator[tuple[Any, Record]]:
+    """Σ_t δ x̂ as a product with the deviations; (x − mean) δ lives in memory that is used again."""
+    assert call.blocks is not None
+    if (w := call.node(2, "weight")) is not None:
         mean, rstd = call.kept
-        if mean.dtype == x.dtype:
-            return torch.sub(x, mean, out=call.blocks.scratch(x)).mul_(rstd)
-    return F.layer_norm(x, shape, None, None, eps)
+        full = torch.sub(x, mean, out=call.blocks.scratch(x)).mul_(delta)
+        yield w, Dense((rstd.mT @ full).squeeze(1))
+    if (b := call.node(3, "bias")) is not None:
+        yield b, Dense(delta.sum(1))
 
 
 @register_op("group_norm", vectors=((2, "weight"), (3, "bias")))

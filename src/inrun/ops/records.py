@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -207,7 +207,11 @@ class Lookup(Record):
         return self.dots(u[None], K)[0]
 
     def dots(self, u: Tensor, K: Tensor | None = None) -> Tensor:
-        delta = wide(self.delta) if K is None else wide(self.delta) * K[self.ids]
+        delta = wide(self.delta)
+        if K is not None and len(u) * self.size <= self.ids.numel():  # rather than look up both
+            u, K = K * u, None
+        if K is not None:
+            delta = delta * K[self.ids]
         # the chosen rows of so many directions at a time
         some = max(1, _CHOSEN // max(1, delta.numel()))
         found = [(wide(v[:, self.ids]) * delta).sum((2, 3)) for v in u.split(some)]
@@ -323,7 +327,8 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def wide(x: Tensor) -> Tensor:
-    return x.to(wide_type(x.dtype))
+    dtype = wide_type(x.dtype)
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -342,7 +347,9 @@ def short_by(features: int, dtype: torch.dtype, device: str) -> int:
 
 def together(a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """Both in one type for a product: float32 if either is float16, whose range is too small."""
+    if a.dtype == delta.dtype != torch.float16:
+        return a, delta
     if torch.float16 in (a.dtype, delta.dtype):
         return a.float(), delta.float()
-    dtype: Any = a.dtype if a.dtype == delta.dtype else torch.promote_types(a.dtype, delta.dtype)
+    dtype = torch.promote_types(a.dtype, delta.dtype)
     return a.to(dtype), delta.to(dtype)

@@ -122,24 +122,27 @@ def fused(o: Options) -> Numbers | None:
 
 
 def shift(g: Tensor, w: Tensor, s: State, o: Options, x: float) -> tuple[Tensor, Tensor]:
-    """The weights at x on the path and the secant, for what ``fused`` accepts: the formulas above
-    with each quantity computed once and in place."""
+    """The weights at x on the path and the secant, for what ``fused`` accepts and β₂ > 0: the
+    formulas above with each quantity computed once and in place, r, r₀ and ε in units of
+    √(β₂/c₂)."""
     c = _scalars(g, s, o)
-    a2, size1 = (1 - c.beta2) / c.c2, c.beta1 * c.size
-    r0 = s["exp_avg_sq"] * (c.beta2 / c.c2)
-    r = torch.addcmul(r0, g, g, value=a2).sqrt_()
-    both = r + r0.sqrt_()
+    unit, a2, v = (c.beta2 / c.c2) ** 0.5, (1 - c.beta2) / c.beta2, s["exp_avg_sq"]
+    size, eps = c.size / unit, c.eps / unit
+    r = torch.addcmul(v, g, g, value=a2).sqrt_()
+    r0 = v.sqrt()
+    both = r + r0
     still = None
     # zeros are looked for where that is no waiting for a device, and masked where there may be some
     if both.device.type != "cpu" or not both.numel() or not float(both.min()) > 0:
         still = both == 0
         both.clamp_(min=torch.finfo(g.dtype).tiny)
-    without = s["exp_avg"] / r0.add_(c.eps)
-    K = torch.div(g, both, out=both).mul_(without).mul_(-a2 * size1)
-    K.add_((1 - c.beta1) * c.size).div_(r.add_(c.eps))
+    without = s["exp_avg"] / r0.add_(eps)
+    full = torch.full((), (1 - c.beta1) * size, dtype=g.dtype, device=g.device)
+    rise = torch.mul(g, without, out=r0)
+    K = torch.addcdiv(full, rise, both, value=-a2 * c.beta1 * size, out=both).div_(r.add_(eps))
     if still is not None:
         K.masked_fill_(still, 0.0)
-    moved = (w.to(g.dtype) * decoupled_decay(o)).add_(without, alpha=-size1)
+    moved = (w.to(g.dtype) * decoupled_decay(o)).add_(without, alpha=-c.beta1 * size)
     return moved.addcmul_(K, g, value=-x), K
 
 
