@@ -28,7 +28,7 @@ from inrun.autocast import current
 from inrun.compiled import Backend
 from inrun.errors import nothing_recorded, refusal
 from inrun.layout import Layout, in_place, name_of, tensors_in
-from inrun.meeting import has_pure_form, operate, prepare, shapes_suffice, summed_leaves
+from inrun.meeting import apart, has_pure_form, operate, prepare, shapes_suffice, summed_leaves
 from inrun.nodes import Node
 from inrun.ops import Call, Form, Record, op_rule, replay
 from inrun.ops.blocks import Blocks
@@ -233,7 +233,7 @@ class Capture(Provenance):
         detached = summed = summed_leaves(rule, call) if self.fast else ()
         if self.probe:
             detached = tuple(i for i, n in enumerate(nodes) if n is not None)
-        out = operate(func, leaves, spec, detached)
+        out = operate(func, apart(leaves, detached), spec)
         if not detached and not any(t.requires_grad for t in tensors_in(out)):
             self._note_batched(func, args, kwargs, out)
             return out
@@ -250,7 +250,7 @@ class Capture(Provenance):
         """The same call as before, with other numbers."""
         leaves = (*args, *kwargs.values())
         call = met.call.with_(leaves=met.saved(leaves))
-        out = operate(func, leaves, call.spec, met.detached)
+        out = operate(func, met.given(leaves, call.leaves), call.spec)
         if not met.detached and not out.requires_grad:
             self._note_batched(func, args, kwargs, out)
             return out
@@ -278,10 +278,9 @@ class Capture(Provenance):
         if packed:
             self._expect_recomputation()
         self.live.autocast = current(device)
-        call = call.with_(autocast=self.live.autocast)
-        if device == "cpu" and not self._planning:
-            kept = () if packed else kept_by(out, met.kept)
-            call = call.with_(blocks=self.blocks, kept=kept)
+        blocks = self.blocks if device == "cpu" and not self._planning else None
+        kept = () if blocks is None or packed else kept_by(out, met.kept)
+        call = call.with_(autocast=self.live.autocast, blocks=blocks, kept=kept)
         tap = Tapped(met.rule, self.live, met.detached, met.summed, self.receive)
         extras = [self.trigger] if self.probe else [leaves[i] for i in met.summed]
         out = tapped(self.tap, out, call, tap, extras)
@@ -291,10 +290,12 @@ class Capture(Provenance):
     def _note_again(self, out: Any, known: Followed) -> bool:
         """The outputs are made of the same as before, if they look the same."""
         outs = tensors_of(out)
-        if outs is None or tuple(t.shape for t in outs) != known.shapes:
+        if outs is None or [t.shape for t in outs] != known.shapes:
             return False
         for t, info in zip(outs, known.infos, strict=True):
-            self.note(t, info)
+            self._info[t] = info
+            if self._by_storage is not None:
+                self._note_storage(t, info)
         return True
 
     def _write_parameter(self, func: Any, args: Any, batched: bool) -> None:
@@ -353,7 +354,10 @@ class Capture(Provenance):
     # modules turn it on again; they are there only from the moment checkpointing is seen.
 
     def _expect_recomputation(self) -> None:
-        for module in () if self._hooks else self.modules:
+        if self._hooks:
+            return
+        self._note_storages()
+        for module in self.modules:
             self._hooks.append(module.register_forward_pre_hook(self._enter_module))
             leave = module.register_forward_hook(self._leave_module, always_call=True)
             self._hooks.append(leave)

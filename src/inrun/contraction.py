@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,10 +23,13 @@ class Direction:
 
     v: Tensor  # [Q, *W]
     K: Tensor | None = None
+    _full: Tensor | None = None
 
-    @cached_property
+    @property
     def full(self) -> Tensor:
-        return wide(self.v) if self.K is None else self.K * self.v
+        if self._full is None:
+            self._full = wide(self.v) if self.K is None else self.K * self.v
+        return self._full
 
 
 def contract(
@@ -62,8 +64,8 @@ def contract(
         values.append(total)
     for k, d in u.items():
         if k not in covered:
-            g = G[k].to(d.full.dtype).flatten()
-            expected += (d.full.reshape(len(some), -1) @ g).double()
+            full = _side_by_side([d.full])
+            expected += (full @ _row([G[k]], full.dtype)).double()
     return torch.cat(values, dim=1), expected
 
 
@@ -104,7 +106,7 @@ def _joined(
         d = _directions([u[k] for k, _ in group])
         found.append(d @ _side_by_side([wide(x) for _, x in group]).T)
         if G is not None:
-            own.append(d @ _side_by_side([G[k][None] for k, _ in group])[0].to(d.dtype))
+            own.append(d @ _row([G[k] for k, _ in group], d.dtype))
     total = torch.stack(found).sum(0, dtype=torch.float64)
     last = torch.stack(own).sum(0, dtype=torch.float64) if own else total.new_zeros(len(total))
     return torch.cat([total, last[:, None]], dim=1)
@@ -120,8 +122,15 @@ def _directions(group: Sequence[Direction]) -> Tensor:
 
 def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:
     """[n, *W] each, as rows [n, numbers]."""
-    flat = [t if t.ndim == 2 else t.reshape(len(t), -1) for t in tensors]
+    flat = [t if t.ndim == 2 else t.flatten(1) if t.ndim > 2 else t[:, None] for t in tensors]
     return flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
+
+
+def _row(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The numbers of all of them."""
+    flat = [t if t.ndim == 1 else t.flatten() for t in tensors]
+    row = flat[0] if len(flat) == 1 else torch.cat(flat)
+    return row if row.dtype == dtype else row.to(dtype)
 
 
 def components(names: Iterable[str], micros: Sequence[MicroBatch]) -> list[list[str]]:

@@ -57,10 +57,12 @@ def summed_leaves(rule: OpRule | None, call: Call) -> tuple[int, ...]:
     )
 
 
-def operate(func: Any, leaves: Sequence[Any], spec: Spec, detached: Sequence[int]) -> Any:
-    """Run the operation; detached leaves get no gradient from it."""
-    given = list(leaves)
-    for i in detached:
-        given[i] = given[i].detach()
-    args, kwargs = spec.unflatten(given)
+def apart(leaves: Sequence[Any], detached: Sequence[int]) -> list[Any]:
+    """The leaves, of which these get no gradient from the operation."""
+    return [x.detach() if i in detached else x for i, x in enumerate(leaves)]
+
+
+def operate(func: Any, leaves: Sequence[Any], spec: Spec) -> Any:
+    """Run the operation."""
+    args, kwargs = spec.unflatten(leaves)
     return func(*args, **kwargs)

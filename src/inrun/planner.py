@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from inrun.arguments import flatten
 from inrun.errors import CaptureError
 from inrun.layout import Layout, name_of, tensors_in
-from inrun.meeting import operate, prepare
+from inrun.meeting import apart, operate, prepare
 from inrun.nodes import Node, value
 from inrun.ops import Call, Record
 from inrun.ops.call import operand
@@ -196,7 +196,7 @@ class _Taps(TorchFunctionMode):
         summed = meeting.tap.summed
         missing = _short_by(func, call) if self.inside else 0
         run = partial(padded, missing=missing) if missing else func
-        out = operate(run, leaves, spec, meeting.tap.detached)
+        out = operate(run, apart(leaves, meeting.tap.detached), spec)
         slots = [next(self.slots) for _ in meeting.slots]
         tap = replace(meeting.tap, receive=meeting.send)
         extras = [*(leaves[i] for i in summed), *slots]

@@ -54,7 +54,7 @@ class Provenance:
 
     def _forget_tensors(self) -> None:
         self._info = Known()
-        self._by_storage: dict[Any, Layout] = {}
+        self._by_storage: dict[Any, Layout] | None = None  # where something is recomputed
         self._constants: set[int] | None = None  # the model's own tensors
         self._shapes: list[tuple[int, ...]] = []
 
@@ -90,8 +90,8 @@ class Provenance:
         if self.owns(t):
             return CONSTANT
         if getattr(self._reentered, "by", None):
-            known = self._by_storage.get(storage_key(t))
-            if known is not None:
+            known = self._by_storage and self._by_storage.get(storage_key(t))
+            if known:
                 return known
         if t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B:
             return Layout(self.batch_dim, guessed=True)
@@ -146,8 +146,20 @@ class Provenance:
 
     def _remember(self, t: Tensor, layout: Layout | None) -> None:
         self._info[t] = self._one(layout) or UNKNOWN
-        if layout is not None and t.is_floating_point():
+        if self._by_storage is not None:
+            self._note_storage(t, layout)
+
+    def _note_storage(self, t: Tensor, layout: Any) -> None:
+        """What is recomputed begins with other tensors in the same memory."""
+        assert self._by_storage is not None
+        if type(layout) is Layout and t.is_floating_point():
             self._by_storage[storage_key(t)] = layout
+
+    def _note_storages(self) -> None:
+        """Recomputation is expected: from now on, and of all tensors so far that live."""
+        self._by_storage = {}
+        for t, info in self._info.alive():
+            self._note_storage(t, info)
 
     def _note_parametric(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if name_of(func) in _RANDOM and out is not args[0] and _is_random(args, kwargs):

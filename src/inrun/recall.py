@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from inrun.layout import tensors_in
+from inrun.meeting import apart
 from inrun.nodes import Node
 from inrun.ops import Call
 from inrun.tap import shape_of
@@ -28,15 +29,15 @@ _BY_CONTENT = {Tensor.__getitem__, Tensor.__setitem__}  # what an index tensor h
 class Followed:
     """An operation on examples: what its outputs are made of, and their shapes."""
 
-    infos: tuple[Any, ...]
-    shapes: tuple[Any, ...]
+    infos: list[Any]
+    shapes: list[Any]
 
     @staticmethod
     def of(out: Any, find: Callable[[Tensor], Any]) -> Followed | None:
         outs = tensors_of(out)
         if outs is None:
             return None
-        return Followed(tuple(find(t) for t in outs), tuple(t.shape for t in outs))
+        return Followed([find(t) for t in outs], [t.shape for t in outs])
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,12 @@ class Met:
             return tuple(shape_of(x) if isinstance(x, Tensor) else x for x in leaves)
         pairs = zip(leaves, self.call.nodes, strict=True)
         return tuple(x if node is None else x.detach() for x, node in pairs)
+
+    def given(self, leaves: Sequence[Any], saved: Sequence[Any]) -> Sequence[Any]:
+        """What the operation runs on: ``saved`` has most leaves detached already."""
+        if self.shapes:
+            return apart(leaves, self.detached)
+        return [saved[i] if i in self.detached else x for i, x in enumerate(leaves)]
 
 
 def tensors_of(out: Any) -> Sequence[Tensor] | None:
@@ -88,7 +95,12 @@ class Recall:
             return None, None
         key: list[Any] = [func, *state]
         for x in args:
-            if not self._extend(key, x):
+            if isinstance(x, Tensor):  # most are; ``_extend`` without the call
+                info = self._find(x)
+                if type(info) is Node and info.param is None:
+                    return None, None
+                key += (id(info), x.shape, x.dtype)
+            elif not self._extend(key, x):
                 return None, None
         for name, x in kwargs.items():
             key.append(name)

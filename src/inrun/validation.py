@@ -180,14 +180,14 @@ class Validator:
             )
         if not self._reentrant:
             try:
-                grads = torch.autograd.grad(loss * factor, params, allow_unused=True)
+                grads = torch.autograd.grad(_times(loss, factor), params, allow_unused=True)
             except RuntimeError as e:
                 if "incompatible with" not in str(e):
                     raise
                 self._reentrant = True  # a reentrant checkpoint allows only backward()
                 loss = self._loss(q, batch)
         if self._reentrant:
-            grads = _backward(loss * factor, params)
+            grads = _backward(_times(loss, factor), params)
         return loss.detach(), grads
 
     def _parts(self, q: int) -> Iterator[tuple[float, Any]]:
@@ -291,6 +291,10 @@ class Buffers:
     def _copy(self, module: nn.Module, name: str, t: Tensor) -> Tensor | None:
         wanted = self._written is None or (id(module), name) in self._written
         return t.detach().clone() if wanted else None
+
+
+def _times(loss: Tensor, factor: float) -> Tensor:
+    return loss if factor == 1.0 else loss * factor
 
 
 def _backward(loss: Tensor, params: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
