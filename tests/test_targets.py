@@ -187,6 +187,22 @@ def test_parameters_outside_the_optimizer_and_frozen_ones():
     assert_as_apart(first, data, loss, equal(data), optimizer=some)
 
 
+@pytest.mark.parametrize(
+    ("Q", "fit", "expected"),
+    [
+        (7, 100, 7),
+        (7, 3, 3),
+        (7, 0, 1),
+        (330, 60, 60),
+        (330, 64, 64),
+        (330, 150, 128),
+        (70, 99, 70),
+    ],
+)
+def test_as_many_targets_as_the_kernel_takes_together(Q, fit, expected):
+    assert groups._targets_at_once(Q, fit) == expected
+
+
 def test_more_targets_than_fit_at_once(monkeypatch):
     first, data, loss = mlp()
     monkeypatch.setattr(groups, "_AT_ONCE", 70)

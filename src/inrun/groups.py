@@ -41,10 +41,10 @@ def group_values(
 
     if Q == 1:
         return some(list(G), slice(0, 1))
-    fit, room = _fitting(next(iter(G.values())).device)
+    small, large = _fitting(next(iter(G.values())).device)
     pieces = []
-    for names in _pieces(parts, G, fit // Q):
-        n = _targets_at_once(Q, room // sum(G[k].numel() for k in names))
+    for names in _pieces(parts, G, small // Q):
+        n = _targets_at_once(Q, large // sum(G[k].numel() for k in names))
         pieces.append([some(names, slice(q, min(q + n, Q))) for q in range(0, Q, n)])
     scale = points[0].scale
     found = []
@@ -67,8 +67,9 @@ def _fitting(device: torch.device) -> tuple[int, int]:
     parameter all examples' gradients are read again for every few targets."""
     if device.type != "cuda":
         return _AT_ONCE, _AT_ONCE
-    memory = torch.cuda.get_device_properties(device).total_memory
-    return max(_AT_ONCE, memory // 256), max(_AT_ONCE, memory // 64)
+    free, memory = torch.cuda.mem_get_info(device)
+    small = max(_AT_ONCE, memory // 256)
+    return small, max(small, min(memory // 64, free // 16))
 
 
 def _targets_at_once(Q: int, fit: int) -> int:

@@ -9,10 +9,12 @@ gradients never have to be pulled back through it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.func import jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,7 +23,7 @@ from torch.utils._pytree import tree_flatten
 from inrun.arguments import Spec
 from inrun.autocast import Autocast, as_it_was, current
 from inrun.layout import name_of
-from inrun.ops.derivative import along, each
+from inrun.ops.derivative import along, backward_twice, each
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,11 +61,8 @@ def directions(node: Node, u: Mapping[str, Tensor]) -> Tensor:
         return u[node.name]
     params = _parameters(node)
     moving = [k for k in params if k in u]
-    if len(moving) == 1 and _linear(node):
-        (k,) = moving
-        with torch.no_grad():
-            return torch.stack([_evaluate(node, {k: x}, {}) for x in u[k].to(params[k].dtype)])
     at = [params[k] for k in moving]
+    rows = [u[k].to(x.dtype) for k, x in zip(moving, at, strict=True)]
 
     def value(*moved: Tensor) -> Tensor:
         return _evaluate(node, {**params, **dict(zip(moving, moved, strict=True))}, {})
@@ -71,10 +70,14 @@ def directions(node: Node, u: Mapping[str, Tensor]) -> Tensor:
     def derivative(*us: Tensor) -> tuple[Tensor]:
         return (jvp(value, tuple(at), us)[1],)
 
-    rows = [u[k].to(x.dtype) for k, x in zip(moving, at, strict=True)]
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        found = each(derivative, rows, lambda *us: (along(lambda w: value(*w), at, us),))
-    return found[0]
+        if _linear(node):
+            with suppress(RuntimeError):  # a view that rows of other strides do not have
+                return each(lambda *us: (value(*us),), rows, lambda *us: (value(*us),))[0]
+        if _own_gradient(node):
+            pairs = zip(*rows, strict=True)
+            return torch.stack([backward_twice(lambda w: value(*w), at, us) for us in pairs])
+        return each(derivative, rows, lambda *us: (along(lambda w: value(*w), at, us),))[0]
 
 
 def _linear(node: Node) -> bool:
@@ -82,12 +85,32 @@ def _linear(node: Node) -> bool:
     if node.func is None:
         return True
     inner = [x for x in node.leaves if isinstance(x, Node)]
-    return name_of(node.func) in _LINEAR and len(inner) == 1 and _linear(inner[0])
+    known = name_of(node.func) in _LINEAR and not any(_options(node))
+    return known and len(inner) == 1 and _linear(inner[0])
 
 
 _LINEAR = ("embedding", "getitem", "select", "narrow", "slice", "index_select", "view", "reshape",
            "flatten", "unflatten", "unsqueeze", "squeeze", "expand", "expand_as", "t", "T", "mT",
            "transpose", "permute", "movedim", "contiguous")  # fmt: skip
+
+
+def _own_gradient(node: Node) -> bool:
+    """Is a table in it whose gradient is not that of its look-ups: padding gets none, say?"""
+    inner = [x for x in node.leaves if isinstance(x, Node)]
+    return any(_options(node)[1:]) or any(map(_own_gradient, inner))
+
+
+def _options(node: Node) -> tuple[bool, bool, bool]:
+    """Of a look-up: does it change the table, has it padding, does it count how often?"""
+    if node.spec is None or node.func is None or name_of(node.func) != "embedding":
+        return False, False, False
+    functional = node.func is F.embedding
+    places = ((3, "max_norm", functional), (2, "padding_idx", True),
+              (5 if functional else 3, "scale_grad_by_freq", True))  # fmt: skip
+    found = [node.spec.argument(i, name) if has else None for i, name, has in places]
+    values = [None if a is None else node.spec.value(a, node.leaves) for a in found]
+    no_padding = values[1] is None or (values[1] == -1 and not functional)
+    return values[0] is not None, not no_padding, bool(values[2])
 
 
 def pull_back(

@@ -90,8 +90,8 @@ class Provenance:
         if self.owns(t):
             return CONSTANT
         if getattr(self._reentered, "by", None):
-            known = self._by_storage and self._by_storage.get(storage_key(t))
-            if known:
+            known = None if self._by_storage is None else self._by_storage.get(storage_key(t))
+            if known is not None:
                 return known
         if t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B:
             return Layout(self.batch_dim, guessed=True)

@@ -62,7 +62,7 @@ class Met:
         return tuple(x if node is None else x.detach() for x, node in pairs)
 
     def given(self, leaves: Sequence[Any], saved: Sequence[Any]) -> Sequence[Any]:
-        """What the operation runs on: ``saved`` has most leaves detached already."""
+        """What the operation runs on: in ``saved`` the parametric leaves are detached already."""
         if self.shapes:
             return apart(leaves, self.detached)
         return [saved[i] if i in self.detached else x for i, x in enumerate(leaves)]

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inrun.nodes import directions
+from inrun.nodes import _linear, directions
 from inrun.ops.derivative import MANY, each
 from inrun.ops.records import Dense, Lookup, Pair
 from test_zoo import captured, close, gradients_of, reference_rows
@@ -206,8 +206,10 @@ def test_look_ups_take_the_form_asked_for(name, form, kind):
 
 MADE = {
     "looked up": lambda w: F.embedding(torch.tensor([1, 0, 1]), w),
+    "looked up, short": lambda w: F.embedding(torch.tensor([1, 0, 1]), w.clone(), max_norm=0.1),
     "cut": lambda w: w[:3],
     "turned": lambda w: w.t().reshape(4, 5)[:3, :4],
+    "seen": lambda w: w.view(20)[:12].view(3, 4),
     "expanded": lambda w: w[1].expand(3, 4),
     "scaled": lambda w: w[:3] * 2,
     "squared": lambda w: (w * w)[:3],
@@ -223,9 +225,26 @@ def test_directions_of_tensors_made_of_a_parameter(made):
     )  # fmt: skip
     _, micro = captured(p)
     (node,) = micro.records
-    u, w = torch.randn(2, 5, 4), p.model.w.detach()
-    expected = torch.stack([torch.func.jvp(MADE[made], (w,), (x,))[1] for x in u])
-    assert close(directions(node, {"w": u}), expected, 1e-6)
+    assert _linear(node) == (made not in ("looked up, short", "scaled", "squared"))
+    for Q in (2, MANY):
+        u, w = torch.randn(Q, 4, 5).mT, p.model.w.detach()  # its numbers in another order
+        before = u.clone()
+        expected = torch.stack([torch.func.jvp(MADE[made], (w,), (x.contiguous(),))[1] for x in u])
+        assert close(directions(node, {"w": u}), expected, 1e-6)
+        assert torch.equal(u, before)
+
+
+def test_padding_in_a_table_that_meets_no_example():
+    """It has no gradient, so its row of a direction moves nothing."""
+    torch.manual_seed(1)
+    p = Problem(
+        Op(lambda m, x: x * F.embedding(torch.tensor([1, 0, 1]), m.w, padding_idx=1), w=(5, 4)),
+        (torch.randn(2, 3, 4),), 2, lambda m, b: m(b[0]), lambda out, b: out.square().mean(),
+    )  # fmt: skip
+    _, micro = captured(p)
+    u, expected = torch.randn(2, 5, 4), reference_rows(p)["w"]
+    dots = sum(r.dots(directions(n, {"w": u})) for n, rs in micro.records.items() for r in rs)
+    assert close(dots, torch.einsum("qij,bij->qb", u, expected), 1e-6)
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -248,6 +267,16 @@ def test_layer_norms_share_the_memory_of_what_they_do_not_keep(fast):
     assert len(capture.blocks._scratch) == 8 * 3 * 5 * 8
     for k, rows in gradients_of(micro).items():
         assert close(rows, expected[k], 1e-9), k
+
+
+@pytest.mark.parametrize("V", [7, 700])
+def test_lookups_with_a_factor(V):
+    """Whether the table is shorter than the text or longer."""
+    torch.manual_seed(0)
+    record = Lookup(torch.randint(0, V, (6, 5)), torch.randn(6, 5, 4), V)
+    u, K = torch.randn(2, V, 4), torch.rand(V, 4)
+    expected = torch.einsum("qvo,bvo->qb", K * u, record.rows())
+    assert close(record.dots(u, K), expected, 1e-5)
 
 
 def test_the_energy_of_ghost_records_is_unbiased():

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_MOST = 1_000  # views
+
 
 class Blocks:
     """Host memory for the per-example gradients of a step, the same in every step.
@@ -26,13 +28,13 @@ class Blocks:
 
     def __init__(self) -> None:
         self.free()
-        _keep_freed_memory()
 
     def take(self, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
         """Memory to write to, until ``over``; None where there is none (the first time)."""
         size = math.prod(shape) * like.element_size()
         start, self._used = self._used, self._used + -(-size // 64) * 64
         if self._used > len(self._memory):
+            _keep_freed_memory()
             return None
         return self._view(self._memory, start, shape, like)
 
@@ -47,6 +49,8 @@ class Blocks:
     def _view(self, memory: Tensor, start: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
         key = id(memory), start, shape, like.dtype
         if key not in self._views:
+            if len(self._views) >= _MOST:  # of batches that are never alike
+                self._views = {}
             end = start + math.prod(shape) * like.element_size()
             self._views[key] = memory[start:end].view(like.dtype).view(shape)
         return self._views[key]

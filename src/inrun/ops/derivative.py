@@ -27,7 +27,7 @@ def along(
                 tangent = fwd.unpack_dual(out).tangent
                 return torch.zeros_like(out) if tangent is None else tangent
         except NotImplementedError:
-            return _backward_twice(f, at, u)
+            return backward_twice(f, at, u)
 
 
 def each(f: Rows, rows: Sequence[Tensor], one: Rows) -> tuple[Tensor, ...]:
@@ -46,7 +46,7 @@ def each(f: Rows, rows: Sequence[Tensor], one: Rows) -> tuple[Tensor, ...]:
     return tuple(torch.stack(x) for x in zip(*single, strict=True))
 
 
-def _backward_twice(
+def backward_twice(
     f: Callable[[Sequence[Tensor]], Tensor], at: Sequence[Tensor], u: Sequence[Tensor]
 ) -> Tensor:
     """Jᵀw is linear in w; its derivative with respect to w along u is Ju."""

@@ -112,7 +112,7 @@ class Dense(Record):
         return self.grads
 
     def __add__(self, other: Dense) -> Dense:
-        return Dense(self.grads + other.grads)
+        return Dense(self.grads + other.grads, own=True)
 
 
 @dataclass(eq=False)
@@ -230,7 +230,8 @@ class Lookup(Record):
         return isinstance(other, Dense) and other.own and B * T * T <= _CHOSEN
 
     def add_to(self, rows: Tensor) -> None:
-        """Add g_i to ``rows`` [B, V, O], in place; each number is rounded once."""
+        """Add g_i to ``rows`` [B, V, O], in place; each number is rounded once (but for products
+        in TF32, where these are allowed)."""
         delta = wide(self.delta)
         same = self.ids[:, :, None] == self.ids[:, None, :]  # [B, T, T]
         sums = same.to(delta.dtype) @ delta  # whatever this row receives, from every token
