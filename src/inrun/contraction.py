@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ class Direction:
 
     v: Tensor  # [Q, *W]
     K: Tensor | None = None
-    _full: Tensor | None = None
+    _full: Tensor | None = field(default=None, init=False, repr=False)
 
     @property
     def full(self) -> Tensor:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten
 from inrun.arguments import Spec
 from inrun.autocast import Autocast, as_it_was, current
 from inrun.layout import name_of
+from inrun.ops import embedding
 from inrun.ops.derivative import along, backward_twice, each
 
 
@@ -85,32 +86,34 @@ def _linear(node: Node) -> bool:
     if node.func is None:
         return True
     inner = [x for x in node.leaves if isinstance(x, Node)]
-    known = name_of(node.func) in _LINEAR and not any(_options(node))
+    known = name_of(node.func) in _LINEAR and _look_up(node) in (None, _PLAIN)
     return known and len(inner) == 1 and _linear(inner[0])
 
 
 _LINEAR = ("embedding", "getitem", "select", "narrow", "slice", "index_select", "view", "reshape",
            "flatten", "unflatten", "unsqueeze", "squeeze", "expand", "expand_as", "t", "T", "mT",
            "transpose", "permute", "movedim", "contiguous")  # fmt: skip
+_PLAIN = embedding.Options(None, None, by_frequency=False, sparse=False)
 
 
 def _own_gradient(node: Node) -> bool:
     """Is a table in it whose gradient is not that of its look-ups: padding gets none, say?"""
-    inner = [x for x in node.leaves if isinstance(x, Node)]
-    return any(_options(node)[1:]) or any(map(_own_gradient, inner))
+    asked = _look_up(node)
+    own = asked is not None and (asked.padding is not None or asked.by_frequency)
+    return own or any(_own_gradient(x) for x in node.leaves if isinstance(x, Node))
 
 
-def _options(node: Node) -> tuple[bool, bool, bool]:
-    """Of a look-up: does it change the table, has it padding, does it count how often?"""
-    if node.spec is None or node.func is None or name_of(node.func) != "embedding":
-        return False, False, False
-    functional = node.func is F.embedding
-    places = ((3, "max_norm", functional), (2, "padding_idx", True),
-              (5 if functional else 3, "scale_grad_by_freq", True))  # fmt: skip
-    found = [node.spec.argument(i, name) if has else None for i, name, has in places]
-    values = [None if a is None else node.spec.value(a, node.leaves) for a in found]
-    no_padding = values[1] is None or (values[1] == -1 and not functional)
-    return values[0] is not None, not no_padding, bool(values[2])
+def _look_up(node: Node) -> embedding.Options | None:
+    """What a look-up in a table does beside it."""
+    spec, leaves = node.spec, node.leaves
+    if spec is None or node.func is None or name_of(node.func) != "embedding":
+        return None
+
+    def value(position: int, keyword: str, default: Any) -> Any:
+        argument = spec.argument(position, keyword)
+        return default if argument is None else spec.value(argument, leaves)
+
+    return embedding.options(node.func is F.embedding, value)
 
 
 def pull_back(

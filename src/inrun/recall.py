@@ -95,12 +95,7 @@ class Recall:
             return None, None
         key: list[Any] = [func, *state]
         for x in args:
-            if isinstance(x, Tensor):  # most are; ``_extend`` without the call
-                info = self._find(x)
-                if type(info) is Node and info.param is None:
-                    return None, None
-                key += (id(info), x.shape, x.dtype)
-            elif not self._extend(key, x):
+            if not self._extend(key, x):
                 return None, None
         for name, x in kwargs.items():
             key.append(name)

@@ -95,6 +95,9 @@ CASES = {
     "einsum": (lambda m, x: torch.einsum("btd,hdk->bhtk", x, m.w), (5, 4), {"w": (2, 4, 3)}),
     "embedding-2d": (lambda m, x: F.embedding(x, m.w), IDS, {"w": (7, 3)}),
     "embedding-padding": (padded, IDS, {"w": (7, 3)}),
+    "embedding-padding-last": (
+        lambda m, x: F.embedding(x, m.w, padding_idx=-1), IDS, {"w": (7, 3)}
+    ),
     "torch-embedding": (lambda m, x: torch.embedding(m.w, x), IDS, {"w": (7, 3)}),
     "layer_norm": (
         lambda m, x: F.layer_norm(x, (4,), m.w, m.b), (5, 4), {"w": (4,), "b": (4,)}

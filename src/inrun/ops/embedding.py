@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,23 +17,44 @@ def _sizes(call: Call) -> Sizes:
     return Sizes(ids.numel() // call.B * W.shape[1], W.numel())
 
 
+class Options(NamedTuple):
+    """What a look-up does beside looking up."""
+
+    max_norm: float | None  # it changes the table
+    padding: int | None  # a row without a gradient
+    by_frequency: bool  # gradients are divided by how often a row occurs
+    sparse: bool
+
+
+def options(functional: bool, value: Callable[..., Any]) -> Options:
+    """Of ``F.embedding`` (``functional``) or ``torch.embedding``; ``value(position, keyword,
+    default)`` is an argument."""
+    padding = value(2, "padding_idx", None)
+    if not functional:
+        padding = None if padding == -1 else padding
+        return Options(
+            None, padding, value(3, "scale_grad_by_freq", False), value(4, "sparse", False)
+        )
+    by_frequency, sparse = value(5, "scale_grad_by_freq", False), value(6, "sparse", False)
+    return Options(value(3, "max_norm", None), padding, by_frequency, sparse)
+
+
 @register_op("embedding", sizes=_sizes)
 def embedding(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """``F.embedding(ids, weight)`` and ``torch.embedding(weight, ids)``."""
     functional = not call.value(0, "input").is_floating_point()
     ids, weight = ((0, "input"), (1, "weight")) if functional else ((1, "indices"), (0, "weight"))
-    if functional and call.value(3, "max_norm") is not None:
+    asked = options(functional, call.value)
+    if asked.max_norm is not None:
         raise NotImplementedError("max_norm rewrites the table during the forward pass")
-    if call.value(5 if functional else 3, "scale_grad_by_freq", False):
+    if asked.by_frequency:
         raise NotImplementedError("scale_grad_by_freq mixes the examples' gradients")
-    if call.value(6 if functional else 4, "sparse", False):
+    if asked.sparse:
         raise NotImplementedError("its gradient is sparse; make the embedding with sparse=False")
     W = call.value(*weight)
     rows = call.rows(*ids).reshape(call.B, -1)
     d = call.tokens(call.split(delta))
-    padding = call.value(2, "padding_idx")
-    if padding is not None and padding != -1:
-        padding = padding % W.shape[0]
-        d = d.masked_fill((rows == padding)[..., None], 0.0)
+    if asked.padding is not None:
+        d = d.masked_fill((rows == asked.padding % W.shape[0])[..., None], 0.0)
     record = Lookup(rows, d, W.shape[0])
     yield call.node(*weight), Dense(record.rows()) if call.form == "materialise" else record

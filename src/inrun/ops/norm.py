@@ -63,11 +63,10 @@ def last_dimensions(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
 
 
 def _statistics_serve(call: Call, x: Tensor, delta: Tensor, shape: Any) -> bool:
-    """On a host: are mean and deviation of the forward pass at hand, for tokens [B, T, N]?"""
-    known = len(call.kept) == 2 and call.blocks is not None
-    plain = x.ndim == 3 and len(shape) == 1 and call.layout == Layout(0)
-    types = {x.dtype, delta.dtype, wide_type(x.dtype), call.kept[0].dtype} if known else set()
-    return plain and len(types) == 1
+    """Are mean and deviation of the forward pass at hand (on a host), for tokens [B, T, N]?"""
+    if not call.kept or x.ndim != 3 or len(shape) != 1 or call.layout != Layout(0):
+        return False
+    return x.dtype == delta.dtype == call.kept[0].dtype == wide_type(x.dtype)
 
 
 def _by_statistics(call: Call, x: Tensor, delta: Tensor) -> Iterator[tuple[Any, Record]]:
