@@ -36,16 +36,22 @@ from inrun.provenance import CONSTANT, OUTSIDE, UNKNOWN, Provenance
 from inrun.recall import Followed, Met, Recall, tensors_of
 from inrun.tap import (
     MicroBatch,
-    Tap,
     Tapped,
+    apply_tap,
     composite,
+    device_of,
     kept_by,
     put,
     saved_tensors_hooks,
     tapped,
 )
 
-_PASS = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+# Not followed: backward passes, and questions whose answers are no tensors.
+_PASS = {
+    Tensor.backward, torch.autograd.backward, torch.autograd.grad,
+    Tensor.dim, Tensor.size, Tensor.numel, Tensor.stride, Tensor.is_contiguous,
+    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "device", "dtype", "is_cuda")),
+}  # fmt: skip
 
 
 class Capture(Provenance):
@@ -86,7 +92,7 @@ class Capture(Provenance):
         self.blocks = Blocks()
         self._covered: set[Any] = set()
         self.trigger = torch.zeros((), requires_grad=True)  # puts taps into the graph
-        self.tap: Callable[..., Tensor] = Tap.apply
+        self.tap: Callable[..., Tensor] = apply_tap
         self._planning = False
         self.calls, self.opened = 0, list[int]()  # calls seen, and composite ones among them
         self._eager_only, self._backend = False, Backend(self)
@@ -232,7 +238,7 @@ class Capture(Provenance):
         )
         detached = summed = summed_leaves(rule, call) if self.fast else ()
         if self.probe:
-            detached = tuple(i for i, n in enumerate(nodes) if n is not None)
+            detached = _given(nodes)
         out = operate(func, apart(leaves, detached), spec)
         if not detached and not any(t.requires_grad for t in tensors_in(out)):
             self._note_batched(func, args, kwargs, out)
@@ -240,23 +246,25 @@ class Capture(Provenance):
         if not isinstance(out, Tensor) or not has_pure_form(func):
             raise refusal(call, tensors_in(out), "it has no rule")
         call = self._placed(call, func, args, kwargs, out)
-        met = Met(call.with_(leaves=()), rule.records if rule else replay, detached, summed,
-                  shapes_suffice(func), rule.kept if rule else ())  # fmt: skip
+        met = Met(call.with_(leaves=()), rule.records if rule else replay, _given(nodes),
+                  _given(layouts), detached, summed, shapes_suffice(func),
+                  rule.kept if rule else ())  # fmt: skip
         if key is not None and spec.nested is None and not in_place(func):
             self._recall.learn(key, met)
-        return self._tap(out, call, met, leaves)
+        return self._tap(out, call, met, leaves, call.leaves)
 
     def _meet_again(self, func: Any, args: Any, kwargs: Any, met: Met) -> Any:
         """The same call as before, with other numbers."""
         leaves = (*args, *kwargs.values())
-        call = met.call.with_(leaves=met.saved(leaves))
-        out = operate(func, met.given(leaves, call.leaves), call.spec)
+        given, saved = met.parted(leaves)
+        out = operate(func, given, met.call.spec)
         if not met.detached and not out.requires_grad:
             self._note_batched(func, args, kwargs, out)
             return out
+        call = met.call
         if out.shape != call.shape:
-            call = self._placed(call, func, args, kwargs, out)
-        return self._tap(out, call, met, leaves)
+            call = self._placed(call.with_(leaves=saved), func, args, kwargs, out)
+        return self._tap(out, call, met, leaves, saved)
 
     def _operands(self, leaves: Sequence[Any]) -> tuple[list[Node | None], list[Layout | None]]:
         """Which arguments are parametric, and where the examples are in the batched ones."""
@@ -271,17 +279,20 @@ class Capture(Provenance):
             raise refusal(call, [out], "the examples cannot be told apart in its output")
         return call.with_(layout=layout, shape=out.shape)
 
-    def _tap(self, out: Tensor, call: Call, met: Met, leaves: Sequence[Any]) -> Tensor:
+    def _tap(
+        self, out: Tensor, call: Call, met: Met, leaves: Sequence[Any], saved: Sequence[Any]
+    ) -> Tensor:
+        """The output with a tap, which gets what was ``saved`` of the leaves."""
         assert self.live is not None
         self.live.met = True
-        device, packed = out.device.type, saved_tensors_hooks()
+        device, packed = device_of(out), saved_tensors_hooks()
         if packed:
             self._expect_recomputation()
         self.live.autocast = current(device)
         blocks = self.blocks if device == "cpu" and not self._planning else None
         kept = () if blocks is None or packed else kept_by(out, met.kept)
-        call = call.with_(autocast=self.live.autocast, blocks=blocks, kept=kept)
-        tap = Tapped(met.rule, self.live, met.detached, met.summed, self.receive)
+        call = call.with_(leaves=saved, autocast=self.live.autocast, blocks=blocks, kept=kept)
+        tap = Tapped(met.rule, self.live, met.batched, met.detached, met.summed, self.receive)
         extras = [self.trigger] if self.probe else [leaves[i] for i in met.summed]
         out = tapped(self.tap, out, call, tap, extras)
         self._remember(out, call.layout)
@@ -320,7 +331,7 @@ class Capture(Provenance):
         if layout is None or target._is_view():
             raise refusal(call, [target], "the examples cannot be told apart in the target")
         self.live.met = True
-        tap = Tapped(replay, self.live, (), (), self.receive)
+        tap = Tapped(replay, self.live, _given(layouts), (), (), self.receive)
         self._remember(self.tap(target, call, tap), layout)
 
     def receive(self, tap: Tapped, call: Call, delta: Tensor) -> Sequence[Tensor | None]:
@@ -346,9 +357,7 @@ class Capture(Provenance):
                     self.coverage.setdefault(root, set()).add((name, kind.__name__.lower()))
             if self.offload:
                 record = record.map(lambda t: t.to("cpu", non_blocking=False))
-            before = micro.bytes
-            micro.add(node, record, self.directions)
-            self.check_memory(micro.bytes - before)
+            self.check_memory(micro.add(node, record, self.directions))
 
     # Activation checkpointing recomputes in the autograd engine, where no mode is on. Hooks on the
     # modules turn it on again; they are there only from the moment checkpointing is seen.
@@ -373,6 +382,11 @@ class Capture(Provenance):
         if by and by[-1] is module:
             by.pop()
             self._mode.__exit__(None, None, None)
+
+
+def _given(of_leaves: Sequence[Any]) -> tuple[int, ...]:
+    """Where there is something."""
+    return tuple(i for i, x in enumerate(of_leaves) if x is not None)
 
 
 class _Mode(TorchFunctionMode):

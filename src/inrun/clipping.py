@@ -15,7 +15,7 @@ c(1 + ln 1/c); it overstates the part across G where single examples are clipped
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -58,12 +58,13 @@ class Clipping:
         size = self.scale * np.sqrt(alpha**2 * GG + alpha * (1 - alpha) * energy)
         return replace(self, across=float(np.minimum(1.0, self.norm / size).mean()))
 
-    def carry(self, u: Direction, k: int) -> Direction:
-        """A direction for ḡ of parameter k as one for G, where that is a matter of coordinates."""
+    def carry(self, u: Mapping[str, Direction], names: Iterable[str]) -> Mapping[str, Direction]:
+        """Directions for ḡ as directions for G, where that is a matter of coordinates. ``names``
+        has the order of the ratios."""
         if not isinstance(self.ratio, list):
             return u
-        ratio = self.ratio[k]
-        return replace(u, K=ratio * u.K) if u.K is not None else replace(u, v=ratio * u.v)
+        ratios = dict(zip(names, self.ratio, strict=True))
+        return {k: _times(ratios[k], d) for k, d in u.items()}
 
     def apply(self, values: Tensor, expected: Tensor, aligned: Tensor | None) -> Tensor:
         """The same for a common factor, on ⟨u, g_i⟩ [Q, B]: ``expected`` is ⟨u, G⟩ and ``aligned``
@@ -96,6 +97,10 @@ class Clipping:
         return clip
 
 
+def _times(ratio: Tensor, d: Direction) -> Direction:
+    return replace(d, K=ratio * d.K) if d.K is not None else replace(d, v=ratio * d.v)
+
+
 class Accumulated:
     """G: the gradient as the batch left it, and whether anything happened to it since.
 
@@ -108,13 +113,16 @@ class Accumulated:
         self.whole = True
         self._held: dict[str, tuple[Tensor, int]] = {}
         self._copies: dict[str, Tensor] = {}
+        self._sample: list[str] = []
 
     def note(self, params: Mapping[str, Tensor]) -> None:
         """After a batch."""
         grads = {k: p.grad for k, p in params.items() if p.grad is not None}
         self._held = {k: (g, g._version) for k, g in grads.items()}
-        chosen = grads if self.whole else dict(_smallest(grads, _SAMPLE))
-        self._copies = {k: g.detach().clone() for k, g in chosen.items()}
+        if not self._sample or not grads.keys() >= set(self._sample):
+            self._sample = sorted(grads, key=lambda k: grads[k].numel())[:_SAMPLE]
+        chosen = grads if self.whole else self._sample
+        self._copies = {k: grads[k].detach().clone() for k in chosen}
 
     def forget(self) -> None:
         self._held, self._copies = {}, {}
@@ -142,10 +150,6 @@ class Accumulated:
 
 
 _SAMPLE = 2  # parameters, the smallest
-
-
-def _smallest(grads: Mapping[str, Tensor], n: int) -> Iterator[tuple[str, Tensor]]:
-    return iter(sorted(grads.items(), key=lambda item: item[1].numel())[:n])
 
 
 def _projection(g: Sequence[Tensor], G: Sequence[Tensor]) -> float:

@@ -44,13 +44,12 @@ def contract(
         dense: dict[Any, list[tuple[str, Tensor]]] = {}
         for node, records in micro.nodes(u.keys()):
             for record in records:
-                record = record.to(some.device)
                 if type(record) is Dense and node.param is not None:
-                    k, rows = node.name, record.grads
+                    k, rows = node.name, record.grads.to(some.device)
                     kind = kernels.usable_rows(rows), rows.dtype, u[k].v.dtype, G[k].dtype
                     dense.setdefault(kind, []).append((k, rows))
                 else:
-                    total += _plain(node, record, u)
+                    total += _plain(node, record.to(some.device), u)
         for (by_kernel, *_), pairs in dense.items():
             names = [k for k, _ in pairs]
             whole = covered.isdisjoint(names)

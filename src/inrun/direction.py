@@ -258,27 +258,17 @@ class Row:
     def work(self, kind: str, x: float | None) -> tuple[list[LinearMap], list[Tensor]]:
         """The map of each member and, with ``x``, its weights there."""
         m = self.whole()
-        if kind == "secant" and x is not None and _quick(m):
-            assert m.rule.shift is not None
-            w, K = m.rule.shift(m.g, m.p.detach(), m.state, m.options, x)
-            return [Scale(k) for k in self.split(K)], self.split(w.to(m.p.dtype))
+        if kind == "secant" and x is not None and m.rule.shift is not None:
+            found = m.rule.shift(m.g, m.p.detach(), m.state, m.options, x)
+            if found is not None:
+                w, K = found
+                return [Scale(k) for k in self.split(K)], self.split(w.to(m.p.dtype))
         f = m.map(kind)
         weights = [] if x is None else self.split(m.at(x))
         if len(self.members) == 1:
             return [f], weights
         K = f.K if isinstance(f, Scale) else f(torch.ones_like(m.g))  # J is diagonal
         return [Scale(k) for k in self.split(K.expand_as(m.g))], weights
-
-
-def _quick(m: Moved) -> bool:
-    """Has the rule a way to weights and secant in one pass?"""
-    if m.rule.shift is None or m.rule.fused is None or "exp_avg" not in m.state:
-        return False
-    numbers = m.rule.fused(m.options)
-    if numbers is None or any(map(torch.is_tensor, numbers)) or numbers[1] == 0:
-        return False
-    step = m.state["step"]
-    return not isinstance(step, Tensor) or step.device.type == "cpu"  # else it would be read back
 
 
 def _of_each(x: Any, p: Tensor) -> bool:
@@ -296,10 +286,10 @@ def _rows(moved: Sequence[Moved]) -> list[Row]:
     rows: list[Row] = []
     begun: dict[Any, tuple[Row, int]] = {}  # by kind: its last row, numbers in it
     for i, m in enumerate(moved):
-        kind, n = _kind(m), m.p.numel()
-        limit = _PIECE.get(m.p.device.type, _PIECE["cpu"])
+        n, limit = m.p.numel(), _PIECE.get(m.p.device.type, _PIECE["cpu"])
+        kind = None if 2 * n >= limit else _kind(m)
         row, size = begun.get(kind, (None, limit))
-        if kind is None or 2 * n >= limit:
+        if kind is None:
             rows.append(Row([m], [i]))
         elif row is None or size % 8 or size + n > limit:
             rows.append(Row([m], [i]))

@@ -29,14 +29,13 @@ def group_values(
     One target: the whole model at once. Several: a few parameters at a time, and no more targets
     at a time than fit the memory; their gradients are formed once for all estimators.
     """
-    place = {k: i for i, k in enumerate(G)}
 
     def some(names: Sequence[str], qs: slice) -> list[Found]:
         v = {k: rows_in_order(_mean([p.of(k, qs) for p in points])) for k in names}
-        found = []
+        own, found = {k: G[k] for k in names}, []
         for maps, carry in through:
-            u = {k: carry.carry(_direction(maps[k], v[k]), place[k]) for k in names}
-            found.append(contract(u, {k: G[k] for k in names}, micros))
+            u = carry.carry({k: _direction(maps[k], x) for k, x in v.items()}, G)
+            found.append(contract(u, own, micros))
         return found
 
     if Q == 1:

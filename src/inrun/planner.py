@@ -82,7 +82,7 @@ class Meeting:
         pairs = tap.records(call, delta)
         tensors = [t for _, record in pairs for t in record.tensors()]
         if self.raw:
-            tensors = [delta, *(call.leaves[i] for i in batched(call))]
+            tensors = [delta, *(call.leaves[i] for i in tap.batched)]
         return [*tap.totals(call, pairs, _unrolled), *tensors]
 
     def arrived(self, tensors: Sequence[Tensor]) -> list[tuple[Node, Record]]:
@@ -92,7 +92,7 @@ class Meeting:
         given = [t.to(s.dtype) for t, s in zip(tensors, self.slots, strict=True)]
         if self.raw:
             leaves = list(self.call.leaves)
-            for i, x in zip(batched(self.call), given[1:], strict=True):
+            for i, x in zip(self.tap.batched, given[1:], strict=True):
                 leaves[i] = x
             for i, node in enumerate(self.call.nodes):
                 if node is not None:
@@ -115,10 +115,6 @@ def _unrolled(rows: Tensor) -> Tensor:
     for row in rows[1:]:
         total = total + row
     return total
-
-
-def batched(call: Call) -> list[int]:
-    return [i for i, layout in enumerate(call.layouts) if layout is not None]
 
 
 def insert_taps(gm: fx.GraphModule, meetings: dict[str, list[Meeting]]) -> list[Slot]:
@@ -303,12 +299,12 @@ class Planner(fx.Interpreter):
         with torch._C.DisableTorchFunction(), torch.autocast(device, enabled=False):
             pairs = tap.records(call, torch.empty_like(out))
         raw = not all(isinstance(r, (Dense, Aligned, Pair, Lookup)) for _, r in pairs)
-        constants = [x for i, x in enumerate(call.leaves) if i not in batched(call)]
+        constants = [x for i, x in enumerate(call.leaves) if i not in tap.batched]
         if raw and any(isinstance(x, FakeTensor) for x in constants):
             raise UnplannableError(f"'{call.name}' needs what is known only when it runs")
         sent = [t for _, r in pairs for t in r.tensors()]
         if raw:
-            sent = [out, *(call.leaves[i] for i in batched(call))]
+            sent = [out, *(call.leaves[i] for i in tap.batched)]
         index = self.capture.calls - 1
         slots = tuple(Slot.like(t) for t in sent)
         opened, records = tuple(self.capture.opened), tuple(_bare_record(p) for p in pairs)

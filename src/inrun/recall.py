@@ -7,7 +7,7 @@ derived but the operation itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from inrun.layout import tensors_in
-from inrun.meeting import apart
 from inrun.nodes import Node
 from inrun.ops import Call
 from inrun.tap import shape_of
@@ -50,22 +49,23 @@ class Met:
 
     call: Call
     rule: Any
+    parametric: tuple[int, ...]
+    batched: tuple[int, ...]
     detached: tuple[int, ...]
     summed: tuple[int, ...]
     shapes: bool
     kept: tuple[str, ...] = ()
 
-    def saved(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+    def parted(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """What the operation runs on, and what is saved of it."""
+        given, saved = list(leaves), list(leaves)
+        for i in self.parametric:
+            saved[i] = leaves[i].detach()
+            if i in self.detached:
+                given[i] = saved[i]
         if self.shapes:
-            return tuple(shape_of(x) if isinstance(x, Tensor) else x for x in leaves)
-        pairs = zip(leaves, self.call.nodes, strict=True)
-        return tuple(x if node is None else x.detach() for x, node in pairs)
-
-    def given(self, leaves: Sequence[Any], saved: Sequence[Any]) -> Sequence[Any]:
-        """What the operation runs on: in ``saved`` the parametric leaves are detached already."""
-        if self.shapes:
-            return apart(leaves, self.detached)
-        return [saved[i] if i in self.detached else x for i, x in enumerate(leaves)]
+            saved = [shape_of(x) if isinstance(x, Tensor) else x for x in saved]
+        return given, saved
 
 
 def tensors_of(out: Any) -> Sequence[Tensor] | None:
@@ -94,12 +94,11 @@ class Recall:
         if func in _BY_CONTENT and tensors_in(args[1:]):
             return None, None
         key: list[Any] = [func, *state]
-        for x in args:
-            if not self._extend(key, x):
-                return None, None
-        for name, x in kwargs.items():
-            key.append(name)
-            if not self._extend(key, x):
+        if not self._extend(key, args):
+            return None, None
+        if kwargs:
+            key.append(tuple(kwargs))
+            if not self._extend(key, kwargs.values()):
                 return None, None
         found = tuple(key)
         try:
@@ -112,20 +111,21 @@ class Recall:
             self._known.clear()
         self._known[key] = found
 
-    def _extend(self, key: list[Any], x: Any) -> bool:
-        if isinstance(x, Tensor):
-            info = self._find(x)
-            if type(info) is Node and info.param is None:
-                return False  # made anew in each step
-            key += (id(info), x.shape, x.dtype)
-        elif isinstance(x, (list, tuple)):
-            key += (type(x), len(x))
-            return all(self._extend(key, y) for y in x)
-        elif type(x) is slice:
-            key += (slice, x.start, x.stop, x.step)
-            return not tensors_in((x.start, x.stop, x.step))
-        elif isinstance(x, _PLAIN) or x is None or x is Ellipsis:
-            key.append(x)
-        else:
-            return False  # it might keep something alive, or change
+    def _extend(self, key: list[Any], values: Iterable[Any]) -> bool:
+        for x in values:
+            if isinstance(x, Tensor):
+                info = self._find(x)
+                if type(info) is Node and info.param is None:
+                    return False  # made anew in each step
+                key += (id(info), x.shape, x.dtype)
+            elif isinstance(x, _PLAIN) or x is None or x is Ellipsis:
+                key.append(x)
+            elif isinstance(x, (list, tuple)):
+                key += (type(x), len(x))
+                if not self._extend(key, x):
+                    return False
+            elif type(x) is slice and not tensors_in((x.start, x.stop, x.step)):
+                key += (slice, x.start, x.stop, x.step)
+            else:
+                return False  # it might keep something alive, or change
         return True

@@ -25,6 +25,7 @@ from inrun.bookkeeping import (
     coverage_table,
     describe,
     free_memory,
+    modules_of,
     scored_parameters,
     trainable,
 )
@@ -63,7 +64,7 @@ class Run(Summary, Tables):
         self._names = config.estimator
         self.targets = [t.name for t in validator.targets]
         self.params, self._left_out = scored_parameters(model, optimizer, config.ignore)
-        self._trainable = trainable(list(model.modules()), optimizer)
+        self._trainable = trainable(modules_of(model), optimizer)
         self.step = 0  # optimizer steps so far
         self.unwatched = 0  # of these, steps without a batch
         self._next_audit = 0  # the first scored step from here on is audited
@@ -288,7 +289,7 @@ class Run(Summary, Tables):
 
     def _rescan(self) -> None:
         """Layers may have been frozen or unfrozen, or added to the optimizer."""
-        modules = list(self.model.modules())  # walked once per batch: it takes a while
+        modules = modules_of(self.model)
         self._capture.modules = self._validator.modules = modules
         before, self._trainable = self._trainable, trainable(modules, self.optimizer)
         if before != self._trainable:

@@ -28,27 +28,27 @@ class MicroBatch:
     B: int
     autocast: Autocast | None = None
     records: dict[Node, list[Record]] = field(default_factory=dict)
-    bytes: int = 0
     met: bool = False  # did a parameter meet an example?
     fired: bool = False  # did a gradient arrive?
     _by_root: dict[str, list[Node]] | None = field(default=None, repr=False)
     _counted: int = 0
 
-    def add(self, node: Node, record: Record, directions: int = 1) -> None:
-        """Keep a record. Materialised gradients of the same operand are summed, and for many
-        directions look-ups are added to them: they would be looked up in every direction."""
+    def add(self, node: Node, record: Record, directions: int = 1) -> int:
+        """Keep a record; the bytes that it takes. Materialised gradients of the same operand are
+        summed, and for many directions look-ups are added to them: they would be looked up in
+        every direction."""
         kept = self.records.setdefault(node, [])
         for i, other in enumerate(kept):
             if not isinstance(other, Dense):
                 continue
             if isinstance(record, Dense):
                 kept[i] = other + record
-                return
+                return 0
             if isinstance(record, Lookup) and directions >= MANY and record.joins(other):
                 record.add_to(other.grads)
-                return
+                return 0
         kept.append(record)
-        self.bytes += sum(t.numel() * t.element_size() for t in record.tensors())
+        return record.bytes
 
     def nodes(self, names: Collection[str]) -> Iterator[tuple[Node, list[Record]]]:
         """The nodes that one of these parameters moves, with their records."""
@@ -72,13 +72,14 @@ class MicroBatch:
 class Tapped:
     """What the tap needs when δ arrives.
 
-    ``summed``: the leaves whose gradient is to be the sum of their per-example gradients. The
-    operation saw them detached; their gradients come from the tap. ``detached``: all leaves that
-    it saw so.
+    ``batched``: the leaves that belong to the examples. ``summed``: those whose gradient is to be
+    the sum of their per-example gradients. The operation saw them detached; their gradients come
+    from the tap. ``detached``: all leaves that it saw so.
     """
 
     rule: Any
     micro: MicroBatch
+    batched: tuple[int, ...]
     detached: tuple[int, ...]
     summed: tuple[int, ...]
     receive: Callable[[Tapped, Call, Tensor], Sequence[Tensor | None]]
@@ -128,34 +129,41 @@ class Tap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, call: Call, tap: Tapped, *extras: Tensor) -> Tensor:
-        where = [i for i, x in enumerate(call.layouts) if x is not None]
-        ctx.save_for_backward(*(call.leaves[i] for i in where))
-        rest = tuple(None if i in where else x for i, x in enumerate(call.leaves))
-        ctx.where, ctx.shape = where, out.shape
+        leaves = list(call.leaves)
+        ctx.save_for_backward(*[leaves[i] for i in tap.batched])
+        for i in tap.batched:
+            leaves[i] = None
         ctx.dtypes = [x.dtype for x in extras]
-        ctx.tap, ctx.call = tap, call.with_(leaves=rest)
+        ctx.tap, ctx.call, ctx.leaves = tap, call.with_(leaves=()), leaves
         ctx.mark_dirty(out)
         return out
 
     @staticmethod
     def backward(ctx: Any, delta: Tensor) -> Any:
-        tap, call = ctx.tap, ctx.call
+        tap, leaves = ctx.tap, ctx.leaves.copy()
+        for i, x in zip(tap.batched, ctx.saved_tensors, strict=True):
+            leaves[i] = x.detach()
+        call = ctx.call.with_(leaves=leaves)
         if torch.is_grad_enabled():
             why = "its gradient is differentiated again (create_graph=True)"
             raise refusal(call, [delta], why)
-        if delta.shape != call.shape:
-            delta = delta.reshape(call.shape)
-        leaves = list(call.leaves)
-        for i, x in zip(ctx.where, ctx.saved_tensors, strict=True):
-            leaves[i] = x.detach()
-        call = call.with_(leaves=tuple(leaves))
-        with torch._C.DisableTorchFunction(), no_autocast(delta.device.type):
-            given = tap.receive(tap, call, delta)
+        with torch._C.DisableTorchFunction(), no_autocast(device_of(delta)):
+            whole = delta if delta.shape == call.shape else delta.reshape(call.shape)
+            given = tap.receive(tap, call, whole)
         totals = [
             g if g is None or g.dtype == t else g.to(t)
             for g, t in zip(given, ctx.dtypes, strict=True)
         ]
-        return delta if delta.shape == ctx.shape else delta.reshape(ctx.shape), None, None, *totals
+        return delta, None, None, *totals
+
+
+_bare_apply = super(torch.autograd.Function, Tap).apply
+
+
+def apply_tap(*args: Any) -> Tensor:
+    """``Tap.apply``, without what it does for torch.func where nobody uses that."""
+    active = torch._C._are_functorch_transforms_active()
+    return Tap.apply(*args) if active else _bare_apply(*args)
 
 
 class Known:
@@ -178,11 +186,13 @@ class Known:
 
 
 def own_tensors(modules: Iterable[nn.Module]) -> set[int]:
-    """Parameters, buffers and tensors kept as plain attributes."""
+    """The ids of parameters, buffers and whatever else they hold, tensors as plain attributes too:
+    to ask each thing what it is would take longer."""
     own: set[int] = set()
     for module in modules:
-        for held in (module._parameters, module._buffers, vars(module)):
-            own.update([id(x) for x in held.values() if isinstance(x, Tensor)])
+        held = vars(module)
+        buffers, params = held["_buffers"].values(), held["_parameters"].values()
+        own.update(map(id, params), map(id, buffers), map(id, held.values()))
     return own
 
 
@@ -240,7 +250,15 @@ def kept_by(out: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
 
 def saved_tensors_hooks() -> bool:
     """Are saved tensors packed by somebody (non-reentrant checkpointing, offloading)?"""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return _top_hooks(True) is not None
+
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def device_of(t: Tensor) -> str:
+    """``t.device.type``, sooner on a host."""
+    return "cpu" if t.is_cpu else t.device.type
 
 
 def storage_key(t: Tensor) -> Any:

@@ -220,10 +220,9 @@ class Validator:
     def evaluating(self) -> Iterator[None]:
         """Around all passes of a step: evaluation mode, the training's autocast, a random state
         of their own."""
-        modes = [(m, m.training) for m in self.modules]
+        modes = [m.training for m in self.modules]
         try:
-            for m, _ in modes:
-                _set_training(m, False)
+            _set_training(self.modules, [False] * len(modes))
             with (
                 warnings.catch_warnings(),
                 self._buffers.kept(self.modules),
@@ -234,8 +233,7 @@ class Validator:
                 warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
                 yield
         finally:
-            for m, training in modes:
-                _set_training(m, training)
+            _set_training(self.modules, modes)
 
     def close(self) -> None:
         """Let go of device memory and of the model."""
@@ -250,12 +248,13 @@ class Validator:
             t.load_state_dict(state[t.name])
 
 
-def _set_training(module: nn.Module, training: bool) -> None:
-    """``module.training = training``, without asking whether it is a parameter."""
-    if "training" in vars(module):
-        vars(module)["training"] = training
-    else:  # a compiled module has it elsewhere
-        module.training = training
+def _set_training(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
+    """``module.training = mode``, without asking whether it is a parameter."""
+    for module, mode in zip(modules, modes, strict=True):
+        if "training" in vars(module):
+            vars(module)["training"] = mode
+        else:  # a compiled module has it elsewhere
+            module.training = mode
 
 
 class Buffers:

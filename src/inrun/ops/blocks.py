@@ -33,15 +33,15 @@ class Blocks:
         """Memory to write to, until ``over``; None where there is none (the first time)."""
         size = math.prod(shape) * like.element_size()
         start, self._used = self._used, self._used + -(-size // 64) * 64
-        if self._used > len(self._memory):
+        if self._used > self._memory.nbytes:
             _keep_freed_memory()
             return None
         return self._view(self._memory, start, shape, like)
 
     def scratch(self, like: Tensor) -> Tensor:
         """Memory for an intermediate result, until the next one."""
-        size = like.numel() * like.element_size()
-        if len(self._scratch) < size:
+        size = like.nbytes
+        if self._scratch.nbytes < size:
             self._scratch = torch.empty(size, dtype=torch.uint8, device="cpu")
             self._views = {}
         return self._view(self._scratch, 0, like.shape, like)

@@ -7,7 +7,7 @@ which operand it is (see capture.py); records are in records.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -36,7 +36,7 @@ class Call:
 
     func: Callable[..., Any]
     spec: Spec
-    leaves: tuple[Any, ...]
+    leaves: Sequence[Any]
     nodes: tuple[Any, ...]
     layouts: tuple[Layout | None, ...]
     layout: Layout

@@ -52,13 +52,13 @@ def _sizes(x: tuple[int, str], W: tuple[int, str]) -> Any:
 )  # fmt: skip
 def linear(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """g_W = Σ_t δ_t ⊗ a_t, g_b = Σ_t δ_t."""
-    outputs = len(call.value(1, "weight"))  # δ may have more: ``padded``
+    outputs = call.value(1, "weight").shape[0]  # δ may have more: ``padded``
     if (W := call.node(1, "weight")) is not None:
         node, record = _weight(call, (0, "input"), W, delta, transposed=False)
         yield node, record if delta.shape[-1] == outputs else _without_padding(record, outputs)
     if (b := call.node(2, "bias")) is not None:
         rows = call.tokens(call.split(delta)).sum(1, dtype=wide_type(delta.dtype))
-        yield b, Dense(rows[:, :outputs])
+        yield b, Dense(rows if rows.shape[1] == outputs else rows[:, :outputs])
 
 
 def _without_padding(record: Record, outputs: int) -> Record:

@@ -77,6 +77,10 @@ class Record:
     def tensors(self) -> list[Tensor]:
         return [v for v in vars(self).values() if isinstance(v, Tensor)]
 
+    @property
+    def bytes(self) -> int:
+        return sum([t.nbytes for t in self.tensors()])
+
 
 @dataclass(eq=False)
 class Dense(Record):
@@ -182,7 +186,7 @@ class Pair(Record):
         if blocks is None:
             return Dense(self.rows(), own=True)
         left, right = self._factors()
-        place = blocks.take((len(left), *self.shape), left)
+        place = blocks.take((left.shape[0], *self.shape), left)
         rows = left.mT @ right if place is None else torch.bmm(left.mT, right, out=place)
         return Dense(rows, own=True)
 

@@ -121,13 +121,19 @@ def fused(o: Options) -> Numbers | None:
     return (*o["betas"], o["eps"], learning_rate(o), decoupled_decay(o))
 
 
-def shift(g: Tensor, w: Tensor, s: State, o: Options, x: float) -> tuple[Tensor, Tensor]:
-    """The weights at x on the path and the secant, for what ``fused`` accepts and β₂ > 0: the
-    formulas above with each quantity computed once and in place, r, r₀ and ε in units of
-    √(β₂/c₂)."""
-    c = _scalars(g, s, o)
-    unit, a2, v = (c.beta2 / c.c2) ** 0.5, (1 - c.beta2) / c.beta2, s["exp_avg_sq"]
-    size, eps = c.size / unit, c.eps / unit
+def shift(g: Tensor, w: Tensor, s: State, o: Options, x: float) -> tuple[Tensor, Tensor] | None:
+    """The weights at x on the path and the secant: the formulas above with each quantity computed
+    once and in place, r, r₀ and ε in units of √(β₂/c₂). None for what ``fused`` does not accept,
+    at the first step, where β₂ = 0, and where a number is in a tensor on a device."""
+    numbers, step = fused(o), s.get("step")
+    if numbers is None or "exp_avg" not in s or any(map(torch.is_tensor, numbers)):
+        return None
+    beta1, beta2, eps, lr, decay = numbers
+    if beta2 == 0 or (isinstance(step, Tensor) and step.device.type != "cpu"):
+        return None
+    t, v = step_count(s, o, g, in_tensor=False), s["exp_avg_sq"]
+    unit, a2 = (beta2 / (1 - beta2**t)) ** 0.5, (1 - beta2) / beta2
+    size, eps = lr / (1 - beta1**t) / unit, eps / unit
     r = torch.addcmul(v, g, g, value=a2).sqrt_()
     r0 = v.sqrt()
     both = r + r0
@@ -137,12 +143,12 @@ def shift(g: Tensor, w: Tensor, s: State, o: Options, x: float) -> tuple[Tensor,
         still = both == 0
         both.clamp_(min=torch.finfo(g.dtype).tiny)
     without = s["exp_avg"] / r0.add_(eps)
-    full = torch.full((), (1 - c.beta1) * size, dtype=g.dtype, device=g.device)
+    full = torch.full((), (1 - beta1) * size, dtype=g.dtype, device=g.device)
     rise = torch.mul(g, without, out=r0)
-    K = torch.addcdiv(full, rise, both, value=-a2 * c.beta1 * size, out=both).div_(r.add_(eps))
+    K = torch.addcdiv(full, rise, both, value=-a2 * beta1 * size, out=both).div_(r.add_(eps))
     if still is not None:
         K.masked_fill_(still, 0.0)
-    moved = (w.to(g.dtype) * decoupled_decay(o)).add_(without, alpha=-c.beta1 * size)
+    moved = (w.to(g.dtype) * decay).add_(without, alpha=-beta1 * size)
     return moved.addcmul_(K, g, value=-x), K
 
 

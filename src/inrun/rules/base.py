@@ -81,7 +81,7 @@ class Rule:
             instead of it (Muon computes in bfloat16).
         nodes: Gauss–Legendre nodes of the path integral.
         shift: the weights at a point of the path and the secant's K in one pass, where there is a
-            quick way; for parameter groups that ``fused`` accepts.
+            quick way; it gives None where it cannot serve.
         fused: what the whole-model kernel for GPUs needs of a parameter group, or None where it
             cannot serve (kernels.py).
     """
@@ -95,7 +95,7 @@ class Rule:
     derivative: UpdateMap | None = None
     twin: UpdateMap | None = None
     nodes: int = 8
-    shift: Callable[[Tensor, Tensor, State, Options, float], tuple[Tensor, Tensor]] | None = None
+    shift: Callable[..., tuple[Tensor, Tensor] | None] | None = None
     fused: Callable[[Options], Numbers | None] | None = None
 
     @torch.no_grad()
