@@ -315,6 +315,7 @@ def _as_if_on_a_gpu(monkeypatch):
     """What ``tried`` asks of a device."""
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     fork = torch.random.fork_rng
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: fork([]))
 
@@ -337,6 +338,12 @@ def test_what_a_recording_would_get_wrong_is_not_recorded():
 
     for other in (elsewhere, waits):
         assert tried(gradients(model, other), batch, weights, modules) is None
+
+    def waits_unless_recorded(m, batch):
+        return plain(m, batch) if torch.cuda.is_current_stream_capturing() else waits(m, batch)
+
+    assert tried(gradients(model, waits_unless_recorded), batch, weights, modules) is not None
+    assert not torch.cuda.is_current_stream_capturing()
     handle = weights[0].register_hook(lambda g: 2 * g)
     assert tried(gradients(model), batch, weights, modules) is None
     handle.remove()

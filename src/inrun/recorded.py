@@ -140,7 +140,8 @@ def tried(
     if any(type(w) is not nn.Parameter or w._backward_hooks for w in weights):
         return None
     mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(), torch.random.fork_rng([weights[0].device]):
+    own_numbers = torch.random.fork_rng([weights[0].device])
+    with warnings.catch_warnings(), own_numbers, _as_if_recording():
         warnings.simplefilter("ignore")  # torch says that this debug mode is a prototype
         try:
             torch.cuda.set_sync_debug_mode("error")
@@ -153,6 +154,19 @@ def tried(
     if any(g is not None for g in grads[len(weights) :]):
         return None
     return filled((loss, grads[: len(weights)]), weights)
+
+
+@contextmanager
+def _as_if_recording() -> Iterator[None]:
+    """Who asks whether kernels are being recorded hears that they are, and leaves out what would
+    wait for the device (transformers does, where it makes masks)."""
+    space, name = vars(torch.cuda), "is_current_stream_capturing"
+    own = space[name]
+    try:
+        space[name] = lambda: True
+        yield
+    finally:
+        space[name] = own
 
 
 @contextmanager
