@@ -10,6 +10,7 @@ from torch import nn
 
 import inrun
 from inrun.recorded import attributes, referred, tried, twins
+from inrun.validation import model_loss
 
 WEIGHT = 2.0
 TABLE = torch.ones(3)
@@ -24,6 +25,11 @@ def plain(model, batch):
 def test_a_loss_that_refers_to_nothing_but_modules_and_functions():
     read = referred(plain)
     assert read is not None and read() == ()
+
+
+def test_the_default_loss():
+    read = referred(model_loss)
+    assert read is not None and read() is not None
 
 
 def test_a_number_in_the_closure_is_read_again():

@@ -246,8 +246,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def referred(loss: Callable[..., Any]) -> Callable[[], tuple[Any, ...] | None] | None:
     """What a function refers to outside its arguments, to be read again before each replay.
 
-    None, or later a reading of None: that is more than plain values, torch's own functions and
-    classes, and functions of which the same is true.
+    None, or later a reading of None: that is more than plain values, torch's functions and classes
+    (and our own), and functions of which the same is true.
     """
 
     def read() -> tuple[Any, ...] | None:
@@ -287,11 +287,14 @@ def _names(code: types.CodeType) -> list[str]:
 
 
 def _fixed(x: Any) -> bool:
-    """Part of torch or of Python itself."""
+    """Part of torch, of Python itself or of this library."""
     if isinstance(x, types.ModuleType):
         name = x.__name__
     elif isinstance(x, (type, types.FunctionType, types.BuiltinFunctionType)):
         name = x.__module__ or "builtins"
     else:
         return False
-    return name.split(".")[0] in ("torch", "builtins", "math", "typing", "collections")
+    return name.split(".")[0] in _LIBRARIES
+
+
+_LIBRARIES = ("torch", "builtins", "math", "typing", "collections", "inrun")
