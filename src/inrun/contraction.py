@@ -37,19 +37,21 @@ def contract(
 ) -> tuple[Tensor, Tensor]:
     """⟨u_q, g_i⟩ of every example of the step [Q, B], and ⟨u_q, G⟩ [Q], in float64."""
     some = next(iter(u.values())).v
+    Q, device = len(some), some.device
     values, covered = [], set[str]()
-    expected = torch.zeros(len(some), dtype=torch.float64, device=some.device)
+    expected = torch.zeros(Q, dtype=torch.float64, device=device)
     for micro in micros:
-        total = torch.zeros(len(some), micro.B, dtype=torch.float64, device=some.device)
+        total = torch.zeros(Q, micro.B, dtype=torch.float64, device=device)
         dense: dict[Any, list[tuple[str, Tensor]]] = {}
         for node, records in micro.nodes(u.keys()):
             for record in records:
                 if type(record) is Dense and node.param is not None:
-                    k, rows = node.name, record.grads.to(some.device)
+                    k, rows = node.name, record.grads
+                    rows = rows if rows.device == device else rows.to(device)
                     kind = kernels.usable_rows(rows), rows.dtype, u[k].v.dtype, G[k].dtype
                     dense.setdefault(kind, []).append((k, rows))
                 else:
-                    total += _plain(node, record.to(some.device), u)
+                    total += _plain(node, record.to(device), u)
         for (by_kernel, *_), pairs in dense.items():
             names = [k for k, _ in pairs]
             whole = covered.isdisjoint(names)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from inrun.clipping import Clipping
 from inrun.contraction import Direction, contract
-from inrun.kernels import rows_in_order
 from inrun.ops.cost import TOGETHER
 from inrun.ops.records import wide
 from inrun.rules.base import LinearMap, Scale
@@ -31,7 +30,7 @@ def group_values(
     """
 
     def some(names: Sequence[str], qs: slice) -> list[Found]:
-        v = {k: rows_in_order(_mean([p.of(k, qs) for p in points])) for k in names}
+        v = {k: _mean([p.of(k, qs) for p in points]) for k in names}
         own, found = {k: G[k] for k in names}, []
         for maps, carry in through:
             u = carry.carry({k: _direction(maps[k], x) for k, x in v.items()}, G)

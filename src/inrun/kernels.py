@@ -219,6 +219,8 @@ def _scalars(step: AdamStep, x: float, device: torch.device) -> Tensor:
 
 def _on(numbers: Sequence[Any], device: torch.device) -> Tensor:
     """Numbers, some perhaps on the device already, as one float64 tensor there."""
+    if all(isinstance(n, Tensor) and n.ndim == 0 and n.device == device for n in numbers):
+        return torch.stack(list(numbers)).double()  # the steps of a fused optimizer
     if any(isinstance(n, Tensor) and n.device.type != "cpu" for n in numbers):
         parts = [torch.as_tensor(n, device=device) for n in numbers]
         return torch.stack([p.reshape(()) for p in parts]).double()

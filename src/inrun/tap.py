@@ -97,10 +97,10 @@ class Tapped:
         add: Callable[[Tensor], Tensor] | None = None,
     ) -> list[Tensor]:
         """Σ_i g_i of the summed leaves, in at least float32."""
-        found = []
+        found, add = [], add or added
         for leaf in self.summed:
-            rows = [record.rows() for node, record in pairs if node is call.nodes[leaf]]
-            parts = [(add or added)(x) for x in rows]
+            own = call.nodes[leaf]
+            parts = [add(record.rows()) for node, record in pairs if node is own]
             found.append(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
         return found
 

@@ -12,8 +12,9 @@ from inrun.ops.call import Call, Sizes, reduce_to, register_op, replay, replay_l
 from inrun.ops.records import Dense, Pair, Record, wide_type
 
 
-def _weight(call: Call, x: tuple[int, str], node: Any, delta: Tensor, transposed: bool) -> Any:
-    a, d = call.tokens(call.rows(*x)), call.tokens(call.split(delta))
+def _weight(call: Call, x: tuple[int, str], node: Any, d: Tensor, transposed: bool) -> Any:
+    """``d`` is δ as [B, T, O]."""
+    a = call.tokens(call.rows(*x))
     if a.dtype != d.dtype:  # under autocast the operation saw a in δ's type
         a = a.to(d.dtype)
     pair = Pair(a, d, transposed)
@@ -52,13 +53,14 @@ def _sizes(x: tuple[int, str], W: tuple[int, str]) -> Any:
 )  # fmt: skip
 def linear(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """g_W = Σ_t δ_t ⊗ a_t, g_b = Σ_t δ_t."""
-    outputs = call.value(1, "weight").shape[0]  # δ may have more: ``padded``
+    d, outputs = call.tokens(call.split(delta)), call.value(1, "weight").shape[0]
+    whole = d.shape[2] == outputs  # δ may have more: ``padded``
     if (W := call.node(1, "weight")) is not None:
-        node, record = _weight(call, (0, "input"), W, delta, transposed=False)
-        yield node, record if delta.shape[-1] == outputs else _without_padding(record, outputs)
+        node, record = _weight(call, (0, "input"), W, d, transposed=False)
+        yield node, record if whole else _without_padding(record, outputs)
     if (b := call.node(2, "bias")) is not None:
-        rows = call.tokens(call.split(delta)).sum(1, dtype=wide_type(delta.dtype))
-        yield b, Dense(rows if rows.shape[1] == outputs else rows[:, :outputs])
+        rows = d.sum(1, dtype=wide_type(d.dtype))
+        yield b, Dense(rows if whole else rows[:, :outputs])
 
 
 def _without_padding(record: Record, outputs: int) -> Record:
@@ -76,7 +78,8 @@ def addmm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
         yield from replay(call, delta)
         return
     if (W := call.node(2, "mat2")) is not None:
-        yield _weight(call, (1, "mat1"), W, delta, transposed=True)
+        d = call.tokens(call.split(delta))
+        yield _weight(call, (1, "mat1"), W, d, transposed=True)
     if call.node(0, "input") is not None:
         leaf = call.at(0, "input")
         assert leaf is not None
@@ -90,4 +93,4 @@ def matmul(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     if W is None or not call.batched(0, "input") or call.value(1, "other").ndim != 2:
         yield from replay(call, delta)
     else:
-        yield _weight(call, (0, "input"), W, delta, transposed=True)
+        yield _weight(call, (0, "input"), W, call.tokens(call.split(delta)), transposed=True)

@@ -96,6 +96,10 @@ class Dense(Record):
     def tensors(self) -> list[Tensor]:
         return [self.grads]
 
+    @property
+    def bytes(self) -> int:
+        return self.grads.nbytes
+
     def energy(self) -> Tensor:
         return wide(self.grads).square().sum()
 
