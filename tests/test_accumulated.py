@@ -462,3 +462,17 @@ def test_a_step_without_memory_to_keep_is_a_step(monkeypatch):
     assert blocks.take((4, 4), like) is None
     blocks.over()
     assert blocks.take((4, 4), like) is not None
+
+
+def test_the_sample_of_gradients_follows_what_is_trained():
+    sizes = {"large": 50, "small": 3, "smaller": 2}
+    params = {k: nn.Parameter(torch.zeros(n)) for k, n in sizes.items()}
+    watch = Accumulated()
+    watch.whole = False
+    params["large"].grad = torch.ones(50)
+    watch.note(params)
+    assert watch._copies.keys() == {"large"}
+    for p in params.values():
+        p.grad = torch.ones_like(p)
+    watch.note(params)
+    assert watch._copies.keys() == {"small", "smaller"}

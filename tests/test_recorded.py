@@ -1,7 +1,9 @@
 """What a recorded validation pass depends on, and that a replay is the pass."""
 
+import contextlib
 import enum
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
-from inrun.recorded import attributes, referred, tried, twins
+from inrun.recorded import Recorder, attributes, referred, tried, twins
 from inrun.validation import model_loss
 
 WEIGHT = 2.0
@@ -342,7 +344,11 @@ def test_what_a_recording_would_get_wrong_is_not_recorded():
     def waits(m, batch):
         raise RuntimeError("called a synchronizing CUDA operation")
 
-    for other in (elsewhere, waits):
+    def unprepared(m, batch):
+        assert not torch.cuda.is_current_stream_capturing()
+        return plain(m, batch)
+
+    for other in (elsewhere, waits, unprepared):
         assert tried(gradients(model, other), batch, weights, modules) is None
 
     def waits_unless_recorded(m, batch):
@@ -356,6 +362,43 @@ def test_what_a_recording_would_get_wrong_is_not_recorded():
     assert tried(gradients(model), batch, weights, modules) is not None
     assert tried(gradients(model), batch, [weights[0].detach()], modules) is None
     assert list(model.parameters()) == weights
+
+
+class OnGPU(torch.Tensor):
+    """Says that it is."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(
+    ("trial", "losses", "recorded"),
+    [
+        (2.001, [2.0, 2.0, 2.0], True),
+        (2.1, [2.0, 2.0, 2.0, 2.0], False),  # it does something else when it is recorded
+        (None, [2.0, 2.0, 2.0, 2.0], False),
+        (2.0, [2.0, 2.0, float("nan"), 2.0], True),  # which says nothing: tried again
+    ],
+)
+def test_a_pass_is_recorded_once_its_trial_gives_the_same(trial, losses, recorded, monkeypatch):
+    weights, batch = [torch.zeros(2).as_subclass(OnGPU)], torch.ones(1).as_subclass(OnGPU)
+    left, replayed = iter(losses), torch.tensor(7.0)
+    graph = SimpleNamespace(replay=lambda: None)
+    recording = SimpleNamespace(inputs=[torch.zeros(1)], graph=graph, result=(replayed, []))
+    found = None if trial is None else (torch.tensor(trial), [])
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr("inrun.recorded.tried", lambda *args: found)
+    monkeypatch.setattr(Recorder, "_record", lambda self, *args: recording)
+    recorder = Recorder(plain)
+
+    def compute(batch, weights):
+        return torch.tensor(next(left)), [torch.ones(2)]
+
+    for expected in losses:  # what a step gets is what the usual pass gives
+        loss, _ = recorder.run(compute, batch, weights, [], None)
+        torch.testing.assert_close(loss, torch.tensor(expected), equal_nan=True)
+    assert recorder._refused == (not recorded)
+    if recorded:
+        assert recorder.run(compute, batch, weights, [], None)[0] is replayed
 
 
 @pytest.mark.usefixtures("_as_if_on_a_gpu")

@@ -11,9 +11,7 @@ Autocast: TypeAlias = tuple[str, bool, torch.dtype]  # device, on or off, type
 
 
 def current(device: str) -> Autocast:
-    if not _any_is_on() or not torch.is_autocast_enabled(device):
-        return device, False, torch.bfloat16
-    return device, True, torch.get_autocast_dtype(device)
+    return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
 def as_it_was(state: Autocast | None) -> torch.autocast:
@@ -24,8 +22,8 @@ def as_it_was(state: Autocast | None) -> torch.autocast:
 
 def no_autocast(device: str) -> Any:
     """Off, if it is on."""
-    on = _any_is_on() and torch.is_autocast_enabled(device)
+    on = torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if on else _NOTHING
 
 
-_any_is_on, _NOTHING = torch._C._is_any_autocast_enabled, nullcontext()
+_NOTHING = nullcontext()

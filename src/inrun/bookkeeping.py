@@ -95,14 +95,14 @@ def scored_parameters(
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """All of them, each once, as ``model.modules()``; that takes five times as long."""
+    """``list(model.modules())``, in half the time."""
     found: dict[nn.Module, None] = {}
     left = [model]
     while left:
         module = left.pop()
         if module not in found:
             found[module] = None
-            left += [m for m in module._modules.values() if m is not None]
+            left += [m for m in reversed(module._modules.values()) if m is not None]
     return list(found)
 
 

@@ -113,14 +113,16 @@ class Accumulated:
         self.whole = True
         self._held: dict[str, tuple[Tensor, int]] = {}
         self._copies: dict[str, Tensor] = {}
-        self._sample: list[str] = []
+        self._names: list[str] = []
+        self._sample: list[str] = []  # of these, the smallest
 
     def note(self, params: Mapping[str, Tensor]) -> None:
         """After a batch."""
         grads = {k: p.grad for k, p in params.items() if p.grad is not None}
         self._held = {k: (g, g._version) for k, g in grads.items()}
-        if not self._sample or not grads.keys() >= set(self._sample):
-            self._sample = sorted(grads, key=lambda k: grads[k].numel())[:_SAMPLE]
+        if (names := list(grads)) != self._names:
+            self._names = names
+            self._sample = sorted(names, key=lambda k: grads[k].numel())[:_SAMPLE]
         chosen = grads if self.whole else self._sample
         self._copies = {k: grads[k].detach().clone() for k in chosen}
 

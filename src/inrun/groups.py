@@ -9,6 +9,7 @@ from torch import Tensor
 
 from inrun.clipping import Clipping
 from inrun.contraction import Direction, contract
+from inrun.kernels import rows_in_order
 from inrun.ops.cost import TOGETHER
 from inrun.ops.records import wide
 from inrun.rules.base import LinearMap, Scale
@@ -31,6 +32,8 @@ def group_values(
 
     def some(names: Sequence[str], qs: slice) -> list[Found]:
         v = {k: _mean([p.of(k, qs) for p in points]) for k in names}
+        if next(iter(v.values())).is_cuda:  # once, for all kernels that will read them
+            v = {k: rows_in_order(x) for k, x in v.items()}
         own, found = {k: G[k] for k in names}, []
         for maps, carry in through:
             u = carry.carry({k: _direction(maps[k], x) for k, x in v.items()}, G)

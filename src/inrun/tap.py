@@ -72,9 +72,9 @@ class MicroBatch:
 class Tapped:
     """What the tap needs when δ arrives.
 
-    ``batched``: the leaves that belong to the examples. ``summed``: those whose gradient is to be
-    the sum of their per-example gradients. The operation saw them detached; their gradients come
-    from the tap. ``detached``: all leaves that it saw so.
+    ``batched``: the leaves that belong to the examples. ``summed``: the parametric ones whose
+    gradient is to be the sum of their per-example gradients. The operation saw them detached; their
+    gradients come from the tap. ``detached``: all leaves that it saw so.
     """
 
     rule: Any

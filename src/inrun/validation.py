@@ -220,12 +220,12 @@ class Validator:
     def evaluating(self) -> Iterator[None]:
         """Around all passes of a step: evaluation mode, the training's autocast, a random state
         of their own."""
-        modes = [m.training for m in self.modules]
+        modules, modes = self.modules, [m.training for m in self.modules]
         try:
-            _set_training(self.modules, [False] * len(modes))
+            _set_training(modules, [False] * len(modules))
             with (
                 warnings.catch_warnings(),
-                self._buffers.kept(self.modules),
+                self._buffers.kept(modules),
                 seeded(0),
                 as_it_was(self.autocast),
             ):
@@ -233,7 +233,7 @@ class Validator:
                 warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
                 yield
         finally:
-            _set_training(self.modules, modes)
+            _set_training(modules, modes)
 
     def close(self) -> None:
         """Let go of device memory and of the model."""

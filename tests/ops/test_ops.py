@@ -93,6 +93,9 @@ CASES = {
     "matmul-vector": (lambda m, x: x @ m.w, (5, 4), {"w": (4,)}),
     "bmm": (lambda m, x: torch.bmm(x, m.w.expand(len(x), -1, -1)), (5, 4), {"w": (1, 4, 3)}),
     "einsum": (lambda m, x: torch.einsum("btd,hdk->bhtk", x, m.w), (5, 4), {"w": (2, 4, 3)}),
+    "linear-vector": (
+        lambda m, x: F.linear(x, m.w, m.b)[..., None], (5, 4), {"w": (4,), "b": ()}
+    ),
     "embedding-2d": (lambda m, x: F.embedding(x, m.w), IDS, {"w": (7, 3)}),
     "embedding-padding": (padded, IDS, {"w": (7, 3)}),
     "embedding-padding-last": (

@@ -58,7 +58,7 @@ class Blocks:
     def over(self) -> None:
         """The step is over: what was taken is free, and as much will be wanted again."""
         used = self._used
-        if used and not used <= len(self._memory) <= 2 * used:
+        if used and not used <= self._memory.nbytes <= 2 * used:
             self.free()
             with suppress(RuntimeError):  # not so much at once: without, then
                 self._memory = torch.empty(used, dtype=torch.uint8, device="cpu")

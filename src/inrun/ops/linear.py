@@ -53,7 +53,11 @@ def _sizes(x: tuple[int, str], W: tuple[int, str]) -> Any:
 )  # fmt: skip
 def linear(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """g_W = Σ_t δ_t ⊗ a_t, g_b = Σ_t δ_t."""
-    d, outputs = call.tokens(call.split(delta)), call.value(1, "weight").shape[0]
+    weight = call.value(1, "weight")
+    if weight.ndim != 2:  # a vector: one output, which has no dimension of its own
+        yield from replay(call, delta)
+        return
+    d, outputs = call.tokens(call.split(delta)), weight.shape[0]
     whole = d.shape[2] == outputs  # δ may have more: ``padded``
     if (W := call.node(1, "weight")) is not None:
         node, record = _weight(call, (0, "input"), W, d, transposed=False)

@@ -124,7 +124,7 @@ def fused(o: Options) -> Numbers | None:
 def shift(g: Tensor, w: Tensor, s: State, o: Options, x: float) -> tuple[Tensor, Tensor] | None:
     """The weights at x on the path and the secant: the formulas above with each quantity computed
     once and in place, r, r₀ and ε in units of √(β₂/c₂). None for what ``fused`` does not accept,
-    at the first step, where β₂ = 0, and where a number is in a tensor on a device."""
+    at the first step, where β₂ = 0, and where a number is in a tensor (the step: on a device)."""
     numbers, step = fused(o), s.get("step")
     if numbers is None or "exp_avg" not in s or any(map(torch.is_tensor, numbers)):
         return None
