@@ -19,9 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo.eval_frame import skip_code
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack
 
 from inrun.arguments import flatten
 from inrun.autocast import current
@@ -29,6 +27,7 @@ from inrun.compiled import Backend
 from inrun.errors import nothing_recorded, refusal
 from inrun.layout import Layout, in_place, name_of, tensors_in
 from inrun.meeting import apart, has_pure_form, operate, prepare, shapes_suffice, summed_leaves
+from inrun.mode import Mode
 from inrun.nodes import Node
 from inrun.ops import Call, Form, Record, op_rule, replay
 from inrun.ops.blocks import Blocks
@@ -96,7 +95,7 @@ class Capture(Provenance):
         self._planning = False
         self.calls, self.opened = 0, list[int]()  # calls seen, and composite ones among them
         self._eager_only, self._backend = False, Backend(self)
-        self._mode = _Mode(self)
+        self._mode = Mode(self.call)
         self._hooks: list[Any] = []
 
     @contextmanager
@@ -387,25 +386,6 @@ class Capture(Provenance):
 def _given(of_leaves: Sequence[Any]) -> tuple[int, ...]:
     """Where there is something."""
     return tuple(i for i, x in enumerate(of_leaves) if x is not None)
-
-
-class _Mode(TorchFunctionMode):
-    def __init__(self, capture: Capture) -> None:
-        super().__init__()
-        self.paused = False
-        self.follow = capture.call
-        # Where torch.compile starts in the middle of eager code, our own is no part of a graph.
-        self.hidden = torch._dynamo.disable(capture.call)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # torch.compile traces through here; its graph comes to us by another way (compiled.py)
-        if torch.compiler.is_dynamo_compiling() or self.paused:
-            return func(*args, **(kwargs or {}))
-        follow = self.follow if get_eval_frame_callback() is None else self.hidden
-        return follow(func, args, kwargs or {})
-
-
-skip_code(_Mode.__torch_function__.__code__)
 
 
 class _Nothing:

@@ -1,0 +1,31 @@
+"""Sees every call of torch's functions while a batch is open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.eval_frame import skip_code
+from torch.overrides import TorchFunctionMode
+
+
+class Mode(TorchFunctionMode):
+    """Hands each call to ``follow``, unless it is paused."""
+
+    def __init__(self, follow: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()
+        self.paused, self.follow = False, follow
+        # Where torch.compile starts in the middle of eager code, our own is no part of a graph.
+        self.hidden = torch._dynamo.disable(follow)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # torch.compile traces through here; its graph comes to us by another way (compiled.py)
+        if torch.compiler.is_dynamo_compiling() or self.paused:
+            return func(*args, **(kwargs or {}))
+        follow = self.follow if get_eval_frame_callback() is None else self.hidden
+        return follow(func, args, kwargs or {})
+
+
+skip_code(Mode.__torch_function__.__code__)
