@@ -115,9 +115,9 @@ def _joined(
 
 def _directions(group: Sequence[Direction]) -> Tensor:
     """K ⊙ v of all of them, side by side."""
-    factors = [d.K[None] for d in group if d.K is not None]
-    if len(group) == 1 or len(factors) < len(group):
+    if len(group) == 1 or any(d.K is None for d in group):
         return _side_by_side([d.full for d in group])
+    factors = [d.K[None] for d in group if d.K is not None]
     return _side_by_side(factors) * _side_by_side([d.v for d in group])
 
 

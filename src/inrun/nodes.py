@@ -71,10 +71,11 @@ def directions(node: Node, u: Mapping[str, Tensor]) -> Tensor:
     def derivative(*us: Tensor) -> tuple[Tensor]:
         return (jvp(value, tuple(at), us)[1],)
 
+    if _linear(node):
+        # suppressed: a view that rows of other strides do not have
+        with torch.no_grad(), suppress(RuntimeError):
+            return each(lambda *us: (value(*us),), rows, lambda *us: (value(*us),))[0]
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        if _linear(node):
-            with suppress(RuntimeError):  # a view that rows of other strides do not have
-                return each(lambda *us: (value(*us),), rows, lambda *us: (value(*us),))[0]
         if _own_gradient(node):
             pairs = zip(*rows, strict=True)
             return torch.stack([backward_twice(lambda w: value(*w), at, us) for us in pairs])
