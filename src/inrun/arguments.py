@@ -68,3 +68,8 @@ def flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], 
         else:
             leaves.append(x)
     return leaves, Spec(len(args), tuple(kwargs), nested or None)
+
+
+def present(of_leaves: Sequence[Any]) -> tuple[int, ...]:
+    """The leaves of which there is something."""
+    return tuple(i for i, x in enumerate(of_leaves) if x is not None)

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
-from inrun.arguments import flatten
-from inrun.autocast import current
+from inrun.arguments import flatten, present
+from inrun.autocast import Autocast, current
 from inrun.compiled import Backend
 from inrun.errors import nothing_recorded, refusal
 from inrun.layout import Layout, in_place, name_of, tensors_in
@@ -44,6 +44,7 @@ from inrun.tap import (
     saved_tensors_hooks,
     tapped,
 )
+from inrun.whole import run_whole, whole
 
 # Not followed: backward passes, and questions whose answers are no tensors.
 _PASS = {
@@ -155,7 +156,7 @@ class Capture(Provenance):
         A compiled graph rounds differently with taps in it than without, whatever they do, so there
         is nothing to keep bit for bit and weight gradients are always sums.
         """
-        hooks = self._hooks or [_Nothing()]  # recomputation is not expected meanwhile
+        hooks = self._hooks or [None]  # recomputation is not expected meanwhile
         before = self.tap, self._mode.paused, self._hooks, self.fast, self._planning
         self.tap, self._mode.paused, self._hooks, self.fast, self._planning = (
             note, False, hooks, True, True,
@@ -237,7 +238,7 @@ class Capture(Provenance):
         )
         detached = summed = summed_leaves(rule, call) if self.fast else ()
         if self.probe:
-            detached = _given(nodes)
+            detached = present(nodes)
         out = operate(func, apart(leaves, detached), spec)
         if not detached and not any(t.requires_grad for t in tensors_in(out)):
             self._note_batched(func, args, kwargs, out)
@@ -245,9 +246,9 @@ class Capture(Provenance):
         if not isinstance(out, Tensor) or not has_pure_form(func):
             raise refusal(call, tensors_in(out), "it has no rule")
         call = self._placed(call, func, args, kwargs, out)
-        met = Met(call.with_(leaves=()), rule.records if rule else replay, _given(nodes),
-                  _given(layouts), detached, summed, shapes_suffice(func),
-                  rule.kept if rule else ())  # fmt: skip
+        met = Met(call.with_(leaves=()), rule.records if rule else replay, present(nodes),
+                  present(layouts), detached, summed, shapes_suffice(func),
+                  rule.kept if rule else (), whole(call, func, summed, present(nodes)))  # fmt: skip
         if key is not None and spec.nested is None and not in_place(func):
             self._recall.learn(key, met)
         return self._tap(out, call, met, leaves, call.leaves)
@@ -255,6 +256,10 @@ class Capture(Provenance):
     def _meet_again(self, func: Any, args: Any, kwargs: Any, met: Met) -> Any:
         """The same call as before, with other numbers."""
         leaves = (*args, *kwargs.values())
+        if met.whole is not None and not saved_tensors_hooks():
+            autocast = current("cpu")
+            if not autocast[1]:
+                return self._meet_whole(leaves, met, autocast)
         given, saved = met.parted(leaves)
         out = operate(func, given, met.call.spec)
         if not met.detached and not out.requires_grad:
@@ -264,6 +269,17 @@ class Capture(Provenance):
         if out.shape != call.shape:
             call = self._placed(call.with_(leaves=saved), func, args, kwargs, out)
         return self._tap(out, call, met, leaves, saved)
+
+    def _meet_whole(self, leaves: Sequence[Any], met: Met, autocast: Autocast) -> Tensor:
+        """The same, with its tap in one piece."""
+        assert self.live is not None
+        self.live.met, self.live.autocast = True, autocast
+        call = met.call.with_(leaves=leaves, autocast=autocast, blocks=self.blocks)
+        tap = Tapped(met.rule, self.live, met.batched, met.detached, met.summed, self.receive)
+        params = [leaves[i] for i in met.summed]
+        out = run_whole(leaves[0], call, tap, met.whole, *params)
+        self._remember(out, call.layout)
+        return out
 
     def _operands(self, leaves: Sequence[Any]) -> tuple[list[Node | None], list[Layout | None]]:
         """Which arguments are parametric, and where the examples are in the batched ones."""
@@ -330,7 +346,7 @@ class Capture(Provenance):
         if layout is None or target._is_view():
             raise refusal(call, [target], "the examples cannot be told apart in the target")
         self.live.met = True
-        tap = Tapped(replay, self.live, _given(layouts), (), (), self.receive)
+        tap = Tapped(replay, self.live, present(layouts), (), (), self.receive)
         self._remember(self.tap(target, call, tap), layout)
 
     def receive(self, tap: Tapped, call: Call, delta: Tensor) -> Sequence[Tensor | None]:
@@ -381,13 +397,3 @@ class Capture(Provenance):
         if by and by[-1] is module:
             by.pop()
             self._mode.__exit__(None, None, None)
-
-
-def _given(of_leaves: Sequence[Any]) -> tuple[int, ...]:
-    """Where there is something."""
-    return tuple(i for i, x in enumerate(of_leaves) if x is not None)
-
-
-class _Nothing:
-    def remove(self) -> None:
-        """There is nothing to remove."""

@@ -18,6 +18,7 @@ from inrun.layout import tensors_in
 from inrun.nodes import Node
 from inrun.ops import Call
 from inrun.tap import shape_of
+from inrun.whole import Operation
 
 _MOST = 10_000
 _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -55,6 +56,7 @@ class Met:
     summed: tuple[int, ...]
     shapes: bool
     kept: tuple[str, ...] = ()
+    whole: Operation | None = None
 
     def parted(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """What the operation runs on, and what is saved of it."""

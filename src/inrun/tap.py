@@ -144,9 +144,7 @@ class Tap(torch.autograd.Function):
         for i, x in zip(tap.batched, ctx.saved_tensors, strict=True):
             leaves[i] = x.detach()
         call = ctx.call.with_(leaves=leaves)
-        if torch.is_grad_enabled():
-            why = "its gradient is differentiated again (create_graph=True)"
-            raise refusal(call, [delta], why)
+        refuse_again(call, delta)
         with torch._C.DisableTorchFunction(), no_autocast(device_of(delta)):
             whole = delta if delta.shape == call.shape else delta.reshape(call.shape)
             given = tap.receive(tap, call, whole)
@@ -157,13 +155,25 @@ class Tap(torch.autograd.Function):
         return delta, None, None, *totals
 
 
-_bare_apply = super(torch.autograd.Function, Tap).apply
+def refuse_again(call: Call, delta: Tensor) -> None:
+    """A backward pass that is to be differentiated itself is refused."""
+    if torch.is_grad_enabled():
+        why = "its gradient is differentiated again (create_graph=True)"
+        raise refusal(call, [delta], why)
 
 
-def apply_tap(*args: Any) -> Tensor:
-    """``Tap.apply``, without what it does for torch.func where nobody uses that."""
-    active = torch._C._are_functorch_transforms_active()
-    return Tap.apply(*args) if active else _bare_apply(*args)
+def applied(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
+    """``function.apply``, without what it does for torch.func where nobody uses that."""
+    bare: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+    def apply(*args: Any) -> Tensor:
+        active = torch._C._are_functorch_transforms_active()
+        return function.apply(*args) if active else bare(*args)
+
+    return apply
+
+
+apply_tap = applied(Tap)
 
 
 class Known:
