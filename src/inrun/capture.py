@@ -1,10 +1,11 @@
 """Watches the operations of a forward pass in which parameters meet examples.
 
-A ``TorchFunctionMode`` sees every call while a batch is open, and follows what each tensor is made
-of (provenance.py).
+A ``TorchFunctionMode`` (mode.py) sees every call while a batch is open, and the capture follows
+what each tensor is made of (provenance.py).
 
 Where a parametric tensor meets a batched one, the output is tapped: an identity in the autograd
-graph whose backward receives δ and keeps a record per parametric operand. The model's own
+graph whose backward receives δ and keeps a record per parametric operand (whole.py: for the
+commonest operations in the node of the operation itself). The model's own
 operations and their backward kernels run unchanged (``training="bitwise"``), or, where
 per-example gradients of a weight are formed anyway, its gradient is their sum
 (``training="fast"``).
@@ -248,7 +249,7 @@ class Capture(Provenance):
         call = self._placed(call, func, args, kwargs, out)
         met = Met(call.with_(leaves=()), rule.records if rule else replay, present(nodes),
                   present(layouts), detached, summed, shapes_suffice(func),
-                  rule.kept if rule else (), whole(call, func, summed, present(nodes)))  # fmt: skip
+                  rule.kept if rule else (), whole(call, func, summed))  # fmt: skip
         if key is not None and spec.nested is None and not in_place(func):
             self._recall.learn(key, met)
         return self._tap(out, call, met, leaves, call.leaves)

@@ -6,7 +6,6 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -106,17 +105,8 @@ class Tapped:
 
 
 def added(rows: Tensor) -> Tensor:
-    """Σ_i rows_i. On a CPU as a product with ones, which takes half the time of the sum."""
-    dtype = wide_type(rows.dtype)
-    if rows.device.type != "cpu" or rows.ndim < 3 or rows.dtype != dtype:
-        return rows.sum(0, dtype=dtype)
-    B, *W = rows.shape
-    return (_ones(B, dtype) @ rows.flatten(1)).view(W)
-
-
-@lru_cache(maxsize=8)
-def _ones(n: int, dtype: torch.dtype) -> Tensor:
-    return torch.ones(n, dtype=dtype, device="cpu")
+    """Σ_i rows_i."""
+    return rows.sum(0, dtype=wide_type(rows.dtype))
 
 
 class Tap(torch.autograd.Function):

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inrun.arguments import present
 from inrun.autocast import no_autocast
 from inrun.ops import Call
 from inrun.tap import Tapped, applied, refuse_again
@@ -65,19 +66,15 @@ _OPERATIONS = {
 }
 
 
-def whole(
-    call: Call, func: Any, summed: tuple[int, ...], parametric: tuple[int, ...]
-) -> Operation | None:
+def whole(call: Call, func: Any, summed: tuple[int, ...]) -> Operation | None:
     """The operation to run so: on a host, its arguments in their order, the input alone belongs to
     the examples, and the gradients of all its parameters are sums."""
     found, leaves = _OPERATIONS.get(func), call.leaves
-    if found is None or not summed or set(summed) != set(parametric) or not leaves[0].is_cpu:
+    if found is None or not summed or present(call.layouts) != (0,) or not leaves[0].is_cpu:
         return None
-    names = found.names[: len(leaves)]
     complete = len(leaves) >= len(found.names) - found.optional
-    in_order = all(call.at(i, name) == i for i, name in enumerate(names))
-    only = [x is not None for x in call.layouts] == [True] + [False] * (len(leaves) - 1)
-    return found if complete and in_order and only else None
+    in_order = all(call.at(i, found.names[i]) == i for i in range(len(leaves)))
+    return found if complete and in_order and set(summed) == set(present(call.nodes)) else None
 
 
 class Whole(torch.autograd.Function):
