@@ -40,7 +40,7 @@ class Net(nn.Module):
 def train(kind, training, monkeypatch, apart):
     """Values and weights after some steps, and how many nodes were whole."""
     torch.manual_seed(0)
-    dtype = torch.float64 if kind == "double" else torch.float32
+    dtype = torch.float32 if kind == "single" else torch.float64
     model = Net(kind).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     x, y = torch.randn(6, 16, 4, dtype=dtype), torch.randint(0, CLASSES, (6,))
@@ -77,7 +77,7 @@ def train(kind, training, monkeypatch, apart):
     ("kind", "whole"),
     [
         ("usual", 3 * 3),
-        ("double", 3 * 3),
+        ("single", 3 * 3),
         ("without bias", 3 * 3),
         ("without scale", 3 * 2),
         ("transposed", 3 * 3),
@@ -90,7 +90,10 @@ def test_whole_operations_give_the_same(kind, whole, monkeypatch):
     values, weights, found = train(kind, "fast", monkeypatch, apart=False)
     expected, others, none = train(kind, "fast", monkeypatch, apart=True)
     assert (found, none) == (whole, 0)  # from the second step on, when the calls are known
-    torch.testing.assert_close(values, expected)
+    # Values are kept in float64 whatever they were computed in: sums over weights and positions,
+    # each rounded in the model's precision, hence as large an error as the largest of them has.
+    error = 100 * torch.finfo(weights["head.weight"].dtype).eps * float(expected.abs().max())
+    torch.testing.assert_close(values, expected, rtol=0, atol=error)
     torch.testing.assert_close(weights, others)
 
 
