@@ -1,11 +1,11 @@
 # make demo    what a newcomer runs first        make test    lint, types and tests
+# make test-all                                  the same and the long versions of tests
 # make test-gpu, make test-crash                 suites that need a GPU or more time
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test test-gpu test-crash browser clean
+.PHONY: demo test test-all lint test-gpu test-crash browser clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || python3 -m venv $(VENV)
@@ -17,11 +17,17 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/inrun demo
 
-test: $(STAMP) browser
+lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2
+
+# Within 10 minutes on two busy cores. Tests marked "slow" are left out (pyproject.toml).
+test: lint browser
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-all: lint browser
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow or not slow"
 
 # The zoo and the estimators on a CUDA GPU, with the Python that has one.
 test-gpu:
@@ -38,4 +44,4 @@ browser:
 	  echo "chromium and chromium-driver are not installed: browser tests will be skipped"
 
 clean:
-	rm -rf $(VENV) build dist runs .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build dist runs .hypothesis .pytest_cache .ruff_cache .mypy_cache

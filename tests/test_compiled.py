@@ -144,9 +144,14 @@ def test_through_autograds_compiler(name):
     assert_compiled(compiled)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_inductor():
-    plain, compiled = both(GPT(layers=1), torch.compile)
+# inductor compiles C++ for minutes on a busy machine: once here, the rest in the long suite
+COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+
+
+@COMPILER
+@pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_inductor(large):
+    plain, compiled = both(GPT(layers=1) if large else Small(), torch.compile)
     assert_same(plain, compiled, 1e-8)
     assert_compiled(compiled)
 
@@ -181,10 +186,7 @@ class Small(nn.Module):
         return self.head(self.embed(ids))
 
 
-INDUCTOR = pytest.param(
-    torch.compile,
-    marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
-)
+INDUCTOR = pytest.param(torch.compile, marks=[pytest.mark.slow, COMPILER])
 
 
 class WithLoss(Small):
@@ -628,11 +630,11 @@ def test_more_shapes_than_are_kept():
     assert_same(plain, compiled)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, COMPILER])]
+)
 def test_numbers_that_dynamic_shapes_make_inputs_of(backend):
     """An embedding's ``norm_type`` is a tensor then, and the graph asks for its number."""
-    if backend == "inductor" and shutil.which("g++") is None:
-        pytest.skip("inductor needs a C++ compiler")
     compile = functools.partial(torch.compile, backend=backend, dynamic=True)
     plain, compiled = both(Small(), compile)
     assert_same(plain, compiled, 1e-8)

@@ -12,12 +12,18 @@ import pytest
 GUIDE = Path(__file__).parents[1] / "docs" / "guide-clean-a-dataset.md"
 
 
-def test_the_guide_to_cleaning_a_dataset_runs_and_cleans(tmp_path):
+@pytest.mark.parametrize("short", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_guide_to_cleaning_a_dataset_runs_and_cleans(tmp_path, short):
+    """As it stands it cleans; with one epoch, all of it scored, the same code runs."""
     pytest.importorskip("sklearn", reason="the guide needs scikit-learn")
     blocks = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text("utf-8"), re.M | re.S)
     assert len(blocks) >= 6
     script = tmp_path / "guide.py"
-    script.write_text("\n".join(blocks), "utf-8")
+    code = "\n".join(blocks)
+    for long, one in {"epochs=20": "epochs=1", "every=2": "every=1"}.items():
+        assert code.count(f"{long},") == 1
+        code = code.replace(f"{long},", f"{one},") if short else code
+    script.write_text(code, "utf-8")
     done = subprocess.run(
         [sys.executable, "-W", "error", str(script)],
         cwd=tmp_path, capture_output=True, text=True, timeout=300,
@@ -27,8 +33,9 @@ def test_the_guide_to_cleaning_a_dataset_runs_and_cleans(tmp_path):
         float(re.search(rf"^{name} +AUROC ([\d.]+)", done.stdout, re.M)[1])
         for name in ("harm", "final loss")
     )
-    assert harm > 0.95 and loss > 0.5
     accuracy = dict(re.findall(r"^(.+?) +([\d.]+)%$", done.stdout, re.M))
-    assert float(accuracy["suspects removed"]) > float(accuracy["everything"])
+    if not short:
+        assert harm > 0.95 and loss > 0.5
+        assert float(accuracy["suspects removed"]) > float(accuracy["everything"])
     assert "explained" in done.stdout
     assert (tmp_path / "runs" / "noisy.html").stat().st_size > 10_000

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import inrun
 
-KILLS = int(os.environ.get("INRUN_KILLS", "5"))
+KILLS = int(os.environ.get("INRUN_KILLS", "3"))
 SPAWN = multiprocessing.get_context("forkserver")  # real processes that need not import torch again
 SPAWN.set_forkserver_preload(["torch._dynamo", "inrun", "duckdb"])
 STEPS = 60 + 12 * KILLS

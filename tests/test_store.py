@@ -298,7 +298,7 @@ sys.modules["inrun"] = package
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-KILLS = int(os.environ.get("INRUN_KILLS", "10"))
+KILLS = int(os.environ.get("INRUN_KILLS", "5"))
 STEPS = 150 * KILLS  # at 2 ms or more each: longer than all its lives of 0.3 s or less
 
 

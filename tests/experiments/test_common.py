@@ -1,9 +1,11 @@
 """What the experiments share, against slow and obvious versions; resuming; the command."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -70,11 +72,17 @@ def test_stacked_training_is_training_one_by_one():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 # a smaller last batch is not recorded
-@pytest.mark.parametrize(("last", "compiled"), [(5, False), (3, False), (5, True)])
-def test_a_training_loop_of_copies_is_its_steps(device, last, compiled):
+@pytest.mark.parametrize(
+    ("last", "compiled"),
+    [(5, None), (3, None), (5, "aot_eager"), pytest.param(5, "inductor", marks=pytest.mark.slow)],
+)
+def test_a_training_loop_of_copies_is_its_steps(device, last, compiled, monkeypatch):
     """On a GPU the loop is a recorded graph; a warning that it is not would be an error here."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
+    if compiled == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor needs a C++ compiler")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiled))
     context = Context(torch.device(device))
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     order = [torch.randint(0, 30, (3, n)).to(device) for n in (5, 5, 5, last)]
@@ -84,13 +92,16 @@ def test_a_training_loop_of_copies_is_its_steps(device, last, compiled):
         stack, twin = stacked(task.model, tasks.optimizer("adamw", task.model, 1e-2), 3)
         if whole:
             train(
-                task.model, task.loss, stack, twin, task.train, order, range(4), compiled=compiled
+                task.model, task.loss, stack, twin, task.train, order, range(4),
+                compiled=compiled is not None,
             )  # fmt: skip
         for ids in () if whole else order:
             backward(task.model, task.loss, stack, task.batch(ids))
             twin.step()
         found.append(stack)
-    assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs) == compiled
+    assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs) == (
+        compiled is not None
+    )
     for k, w in found[0].items():
         torch.testing.assert_close(w, found[1][k])
 

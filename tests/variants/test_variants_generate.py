@@ -55,7 +55,7 @@ def out(tmp_path):
     return tmp_path / "variants.jsonl"
 
 
-def go(server, out, sources=SOURCES, settings=None, timeout=5, retries=2, model="m", **more):
+def go(server, out, sources=SOURCES, settings=None, timeout=30, retries=2, model="m", **more):
     endpoint = Endpoint(model, server.url, timeout=timeout, retries=retries)
     return generate(sources, out, endpoint, CAPITALS, settings, **more)
 
@@ -178,14 +178,14 @@ def test_a_source_without_reply_is_set_aside_and_asked_next_time(out):
     def answer(text, request):
         if down.get(text) == "429":
             raise Status(429, "quota", Retry_After_ms="1")
-        return slow(1.5, fine(text, request)) if text in down else fine(text, request)
+        return slow(60, fine(text, request)) if text in down else fine(text, request)
 
     with ChatServer(answer) as server:
-        outcome = go(server, out, timeout=0.8, retries=0, workers=1)
+        outcome = go(server, out, timeout=3, retries=0, workers=1)
         assert [r["id"] for r in rows(out)] == [0, 1, 3, 5]
         assert [x["why"] for x in outcome.failed] == [
             "127.0.0.1 answered HTTP 429, quota",
-            "no answer from 127.0.0.1 within 0.8 s, once; a larger --timeout may help",
+            "no answer from 127.0.0.1 within 3 s, once; a larger --timeout may help",
         ]
         down.clear()
         outcome = go(server, out)
