@@ -27,7 +27,7 @@ test: lint browser
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-all: lint browser
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow or not slow"
+	INRUN_KILLS=10 $(BIN)/python -m pytest -n 2 --dist worksteal -m "slow or not slow"
 
 # The zoo and the estimators on a CUDA GPU, with the Python that has one.
 test-gpu:
