@@ -20,7 +20,7 @@ from inrun.follow import follow
 from inrun.layout import Layout, to_rows
 
 ENTRIES = 400  # of the largest tensor
-FEW, MANY = 200, 10_000
+FEW, MANY = 200, 3_000
 
 
 def first(out):
@@ -191,12 +191,13 @@ def changes(draw, shape):
 
 
 def step(call, x, arrived, layout):
-    """Output of the call, where the examples arrived in it, and the layout it is given."""
+    """Output of the call, where the examples arrived in it, and its layout (None: refused)."""
     B = len(arrived)
     func, args = filled(call, x)
     out = first(func(*args))
     there = torch.stack([moved(call, x, one) for one in arrived])
-    return out, there, follow(func, args, {}, out, lambda t: layout if t is x else None, B)
+    found = follow(func, args, {}, out, lambda t: layout if t is x else None, B)
+    return out, there, found if isinstance(found, Layout) else None
 
 
 def begin(data):
