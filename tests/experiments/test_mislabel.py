@@ -50,8 +50,8 @@ def test_mislabel(tmp_path):
     assert auroc["harm, secant"] > 0.9 and auroc["confident learning"] > 0.9
     assert auroc["harm, secant"] > auroc["secant"] > 0.6  # harm ranks suspects, sums do not
     assert auroc["loss, end"] > 0.9
-    cost = {name: c["cost"]["mean"] for name, c in found["detectors"].items()}
-    assert cost["loss, end"] < 0.5 < cost["confident learning"]
+    # measured seconds; that their order is right is seen where passes are counted, below
+    assert all(np.isfinite(c["cost"]["mean"]) for c in found["detectors"].values())
     untimed = next(s for s in summary.values() if s["task"] == "passages")["detectors"]
     assert all(c["cost"] is None and c["counted"] > 0 for c in untimed.values())
     shown = cost_table({"tiny": {"summary": summary}})
