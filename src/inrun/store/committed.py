@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from inrun.store import files
 from inrun.store.manifest import KINDS, Lost, Manifest, Part, part_name, read_manifest
-from inrun.store.parts import RUN, VALUES, open_part, verify
+from inrun.store.parts import RUN, STEPS, VALUES, content_hash, open_part, verify
 from inrun.store.tables import SMALL_BYTES, ParquetTables
 
 
@@ -74,13 +74,13 @@ class Committed(ParquetTables):
     def _write_part(self, values: Iterable[pa.Table], steps: Iterable[pa.Table]) -> Part:
         """Write both files of a new part; they do not count before ``_commit``."""
         name = part_name(self._manifest.next)
-        note = {RUN.decode(): str(self.info.get("run"))}
+        note = {RUN: str(self.info.get("run"))}
         empty = self.columns.schema("values", self._ids).empty_table()
         v = files.write_parquet(self.file("values", name), _some(values, empty), note)
-        steps = list(steps)
-        first, last = (f(pa.concat_tables(steps)["step"]).as_py() for f in (pc.min, pc.max))
-        note |= {VALUES.decode(): v.sha256}
-        s = files.write_parquet(self.file("steps", name), steps, note)
+        table = pa.concat_tables(steps)
+        first, last = (f(table["step"]).as_py() for f in (pc.min, pc.max))
+        note |= {VALUES: v.sha256, STEPS: content_hash(table)}
+        s = files.write_parquet(self.file("steps", name), [table], note)
         return Part(name, first, last, s.rows, v.rows, (v.bytes, s.bytes), (v.sha256, s.sha256))
 
     def _commit(self, parts: Sequence[Part], lost: tuple[Lost, ...] | None = None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import stat
 import time
@@ -19,7 +21,8 @@ from inrun.store import files
 from inrun.store.manifest import KINDS, Part
 
 LOSSES = ("loss_before", "loss_without_batch", "loss_with_batch")
-RUN, VALUES = b"inrun.run", b"inrun.values.sha256"  # in the files' footers
+RUN = "inrun.run"  # in the footers of both files: the run they belong to
+VALUES, STEPS = "inrun.values.sha256", "inrun.steps.sha256"  # in that of steps, for `inrun repair`
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,18 @@ def steps_table(rows: Sequence[Row], columns: Columns) -> pa.Table:
     schema = columns.schema("steps", None)
     arrays = [pa.array(x, f.type) for x, f in zip(data, schema, strict=True)]
     return pa.table(arrays, schema=schema)
+
+
+def content_hash(steps: pa.Table) -> str:
+    """SHA-256 of what a steps table says, however its file is laid out."""
+    digest = hashlib.sha256()
+    for name, column in zip(steps.column_names, steps.columns, strict=True):
+        digest.update(name.encode())
+        if pa.types.is_string(column.type):
+            digest.update(json.dumps(column.to_pylist()).encode())
+        else:
+            digest.update(np.ascontiguousarray(column.to_numpy()).tobytes())
+    return digest.hexdigest()
 
 
 def flat_values(record: StepRecord, columns: Columns) -> np.ndarray | None:

@@ -36,9 +36,10 @@ from inrun.store.manifest import (
     part_name,
     read_manifest,
 )
-from inrun.store.parts import RUN, VALUES, Columns, open_part
+from inrun.store.parts import RUN, STEPS, VALUES, Columns, content_hash, open_part
 
 ASIDE = "damaged"
+NOTES = ((0, RUN), (1, RUN), (1, VALUES), (1, STEPS))  # file and key
 UNFINISHED = "an unfinished write, or not named as inrun does"
 
 
@@ -156,15 +157,18 @@ def _content(
 ) -> tuple[Part, str | None]:
     """Read both files to the end; do they speak of the same steps and examples?"""
     metadata = [pq.read_metadata(folder / kind / f"{name}.parquet") for kind in KINDS]
-    notes = [m.metadata or {} for m in metadata]
-    if any(note.get(RUN, str(run).encode()).decode() != str(run) for note in notes):
-        raise _BadPartError("it belongs to another run")
-    if notes[1].get(VALUES, hashes[0].encode()).decode() != hashes[0]:
-        raise _BadPartError("values does not match the checksum that steps carries")
+    notes = [(metadata[i].metadata or {}).get(k.encode()) for i, k in NOTES]
+    if any(note is not None for note in notes):  # format 1 has none of them
+        if None in notes or {notes[0], notes[1]} != {str(run).encode()}:
+            raise _BadPartError("it belongs to another run")
+        if notes[2] != hashes[0].encode():
+            raise _BadPartError("values does not match the checksum that steps carries")
     rows, count = (m.num_rows for m in metadata)
     part = Part(name, 0, 0, count, rows, sizes, hashes)
     with open_part(folder, "steps", part, columns.schema("steps", None)) as source:
         steps = source.read()
+    if notes[3] not in (None, content_hash(steps).encode()):
+        raise _BadPartError("steps does not match its checksum")
     step, examples = (steps[c].to_numpy() for c in ("step", "examples"))
     if not len(step) or step[0] < 0 or (np.diff(step) <= 0).any():
         raise _BadPartError("its steps are not in order")

@@ -5,7 +5,7 @@ larger than memory; only the answer (one row per example) becomes a pandas table
 
 A ledger may come from a stranger. DuckDB gets record batches, never files: it is told to touch
 nothing outside itself, and no name from the ledger becomes part of a query. Targets are the columns
-c0, c1, ... there.
+x0, x1, ... there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     import duckdb
 
 MEMORY_LIMIT = "2GiB"  # of DuckDB; the answer comes on top
-BATCH_CELLS = 1 << 22  # numbers that are decoded at a time
+BATCH_ROWS, BATCH_CELLS = 1 << 17, 1 << 22  # rows and numbers that are decoded at a time
+TOGETHER = 32  # columns of a query: DuckDB's time to plan it grows faster than their number
 SMALL_BYTES = 64 << 20  # a smaller part may be merged with others, and deleted, while it is read
 T = TypeVar("T")
 Opened = Callable[[], pq.ParquetFile]
@@ -69,16 +70,23 @@ class ParquetTables:
     def values(self, estimator: int) -> pd.DataFrame:
         """One row per example: id, value, one column per named target, steps seen and scored."""
         columns = value_columns(self.targets)
-        sums = ", ".join(f"sum(weight * {x})" for x in self._exprs(columns))
-        select = f"SELECT id, {sums}, count(*), count(weight) FROM v0 GROUP BY id ORDER BY id"
-        table = self._ask(select, estimator, lambda: MemoryLedger(self.targets).values(0))
+
+        def sums(k: int) -> str:
+            found = "".join(f"sum(weight * x{i}), " for i in range(k))
+            return f"SELECT id, {found}count(*), count(weight) FROM v0 GROUP BY id ORDER BY id"
+
+        found = self._ask(estimator, columns, sums)
+        if not found:
+            return MemoryLedger(self.targets).values(0)
+        ids, *_, steps, scored = found[0].columns
+        parts = [found[0][ids], *(t.iloc[:, 1:-2] for t in found), found[0][[steps, scored]]]
+        table = pd.concat(parts, axis=1)
         table.columns = pd.Index(["id", *columns, "steps", "scored"])
         return table
 
     def harm(self, estimator: int) -> pd.DataFrame:
         """One row per example: id, harm (see ``MemoryLedger.harm``)."""
-        select = self._harm_sql(self.targets) + " ORDER BY id"
-        return self._ask(select, estimator, lambda: MemoryLedger(self.targets).harm(0))
+        return self._harm(estimator, self.targets)
 
     def top(
         self,
@@ -94,21 +102,21 @@ class ParquetTables:
         that were never scored are left out.
         """
         self._known(target)
-        value = self._exprs([target or "value"])[0]
-        sums = f"sum(weight * {value}) AS value, count(*) AS steps, count(weight) AS scored"
+        sums = "SELECT id, sum(weight * x0) AS value, count(*) AS steps, count(weight) AS scored"
+        column = [target or "value"]
         if by == "harm":
-            harm = self._harm_sql([target] if target else self.targets)
-            select = f"""WITH h AS MATERIALIZED (SELECT * FROM ({harm}) WHERE harm IS NOT NULL
-                ORDER BY harm DESC, id LIMIT {int(n)}), v AS (SELECT id, {sums} FROM v2
-                WHERE id IN (SELECT id FROM h) GROUP BY id)
-                SELECT id, value, harm, steps, scored FROM h JOIN v USING (id)
-                ORDER BY harm DESC, id"""
-        else:
-            order = "ASC" if worst else "DESC"
-            select = f"""SELECT id, {sums} FROM v0 GROUP BY id HAVING value IS NOT NULL
-                ORDER BY value {order}, id LIMIT {int(n)}"""
-        names = ["id", "value", *(["harm"] if by == "harm" else []), "steps", "scored"]
-        return self._ask(select, estimator, lambda: pd.DataFrame(columns=names))
+            harm = self._harm(estimator, [target] if target else self.targets).dropna()
+            picked = harm.sort_values(["harm", "id"], ascending=[False, True]).head(int(n))
+            chosen = pa.table({"id": pa.array(picked["id"], self._id_type())})
+            select = f"{sums} FROM v0 WHERE id IN (SELECT id FROM picked) GROUP BY id"
+            found = self._ask(estimator, column, lambda _: select, picked=chosen)
+            names = ["id", "value", "harm", "steps", "scored"]
+            return picked.merge(found[0], on="id")[names] if found else pd.DataFrame(columns=names)
+        order = "ASC" if worst else "DESC"
+        select = f"""{sums} FROM v0 GROUP BY id HAVING value IS NOT NULL
+            ORDER BY value {order}, id LIMIT {int(n)}"""
+        found = self._ask(estimator, column, lambda _: select)
+        return found[0] if found else pd.DataFrame(columns=["id", "value", "steps", "scored"])
 
     def history(self, estimator: int) -> pd.DataFrame:
         """One row per step and example: step, id, value and one column per named target."""
@@ -119,7 +127,7 @@ class ParquetTables:
 
     def history_batches(self, estimator: int, rows: int = 1_000_000) -> Iterator[pd.DataFrame]:
         """``history`` in pieces of at most this many rows, for ledgers larger than memory."""
-        for batch in self._scan(self._open("values")[0], estimator, rows):
+        for batch in self._scan(self._open("values")[0], estimator, range(len(self.targets)), rows):
             scored = batch.filter(batch["weight"].is_valid())
             step, ids, _, *V = (c.to_numpy(zero_copy_only=False) for c in scored.columns)
             if len(ids):
@@ -151,84 +159,91 @@ class ParquetTables:
 
     # -- queries ----------------------------------------------------------------------------
 
-    def _exprs(self, columns: Sequence[str]) -> list[str]:
-        """SQL for "value" (the mean over targets) and for single targets, by name."""
-        Q = len(self.targets)
-        mean = "c0" if Q == 1 else f"({_sum([f'c{q}' for q in range(Q)])} / {Q})"
-        where = {name: f"c{q}" for q, name in enumerate(self.targets)}
-        return [mean if c == "value" else where[c] for c in columns]
-
-    def _harm_sql(self, targets: Sequence[str]) -> str:
-        """Harm by id. A join with the spread of each step, not a window: no sort of all rows."""
-        x = [
-            f"CASE WHEN weight IS NOT NULL AND isfinite({c}) THEN {c} END"
-            for c in self._exprs(targets)
-        ]
-        spread = ", ".join(
-            f"stddev_pop({c}) AS s{q}, max(abs({c})) AS m{q}" for q, c in enumerate(x)
-        )
-        hurt = [
-            f"sum(CASE WHEN s{q} > {ROUNDING} * m{q} AND {c} IS NOT NULL "
-            f"THEN greatest(-{c} / s{q}, 0) END)"
-            for q, c in enumerate(x)
-        ]
-        parts = ", ".join(f"{h} AS h{q}" for q, h in enumerate(hurt))
-        some = "coalesce(" + ", ".join(f"h{q}" for q in range(len(x))) + ")"
-        total = _sum([f"coalesce(h{q}, 0)" for q in range(len(x))])
-        return f"""SELECT id, CASE WHEN {some} IS NOT NULL THEN {total} END AS harm FROM (
-            SELECT id, {parts} FROM v0 JOIN (
-                SELECT step, {spread} FROM v1 GROUP BY step) USING (step)
-            GROUP BY id)"""
+    def _harm(self, estimator: int, targets: Sequence[str]) -> pd.DataFrame:
+        found = self._ask(estimator, targets, _harm_sql, scans=2)
+        if not found:
+            return MemoryLedger(self.targets).harm(0)
+        total = pd.concat([t["harm"] for t in found], axis=1).sum(axis=1, min_count=1)
+        return pd.DataFrame({"id": found[0]["id"], "harm": total})
 
     def _known(self, target: str | None) -> None:
         if target is not None and target not in self.targets:
             raise LedgerError(f"no target {target!r} in {self.path}; it has {_list(self.targets)}")
 
-    def _ask(self, sql: str, estimator: int, empty: Callable[[], pd.DataFrame]) -> pd.DataFrame:
-        """Run a query over the values; ``empty`` answers for a ledger without any.
+    def _ask(
+        self,
+        estimator: int,
+        columns: Sequence[str],
+        sql: Callable[[int], str],
+        scans: int = 1,
+        **others: pa.Table,
+    ) -> list[pd.DataFrame]:
+        """Run a query over the values, for up to ``TOGETHER`` columns at a time.
 
-        Its tables v0, v1, v2 are the same; each can be read once.
+        ``columns`` are targets, or "value" for the mean over them. ``sql(k)`` reads them as x0 ...
+        x(k-1) from the tables v0, v1, ... which are the same, each to be read once. The answer is
+        empty for a ledger without values.
         """
         import duckdb
 
-        copies = self._open("values", 3)
+        copies = self._open("values", scans)
         if not copies[0]:
-            return empty()
+            return []
+        answers: list[pd.DataFrame] = []
         failed: list[LedgerError] = []
         with connect() as db:
-            for i, parts in enumerate(copies):
-                db.register(f"v{i}", self._reader(parts, estimator, failed))
-            try:
-                return db.sql(sql).df()
-            except duckdb.Error as error:
-                if failed:
-                    raise failed[0] from error
-                first = str(error).splitlines()[0]
-                raise LedgerError(f"{self.path} cannot be read: {first}") from error
+            for name, table in others.items():
+                db.register(name, table)
+            for start in range(0, len(columns), TOGETHER):
+                some = columns[start : start + TOGETHER]
+                for i, parts in enumerate(copies):
+                    db.register(f"v{i}", self._reader(parts, estimator, some, failed))
+                try:
+                    answers.append(db.sql(sql(len(some))).df())
+                except duckdb.Error as error:
+                    if failed:
+                        raise failed[0] from error
+                    raise self._unreadable(error) from error
+        return answers
 
     def _reader(
-        self, parts: list[Opened], estimator: int, failed: list[LedgerError]
+        self, parts: list[Opened], estimator: int, columns: Sequence[str], failed: list[LedgerError]
     ) -> pa.RecordBatchReader:
-        """Step, id, weight and the values of one estimator as c0, c1, ..., for DuckDB."""
-        schema = self.columns.schema("values", self._ids)
-        fields = [(n, schema.field(n).type) for n in ("step", "id", "weight")]
-        fields += [(f"c{q}", pa.float64()) for q in range(len(self.targets))]
+        """Step, id, weight and the columns as x0, x1, ..., for DuckDB."""
+        Q = len(self.targets)
+        where = {name: q for q, name in enumerate(self.targets)} | ({"value": 0} if Q == 1 else {})
+        mean = "value" in columns and Q > 1
+        wanted = list(range(Q)) if mean else [where[c] for c in columns]
+        fields = [("step", pa.int64()), ("id", self._id_type()), ("weight", pa.float64())]
+        fields += [(f"x{i}", pa.float64()) for i in range(len(columns))]
+        schema = pa.schema(fields)
 
         def batches() -> Iterator[pa.RecordBatch]:
             try:
-                for batch in self._scan(parts, estimator, GROUP):
-                    yield batch.rename_columns([name for name, _ in fields])
+                for batch in self._scan(parts, estimator, wanted, BATCH_ROWS):
+                    step, ids, weight, *x = batch.columns
+                    if mean:
+                        V = np.stack([c.to_numpy(zero_copy_only=False) for c in x], axis=1)
+                        average = pa.array(V.mean(axis=1), from_pandas=True)
+                        x = [average if c == "value" else x[where[c]] for c in columns]
+                    yield pa.record_batch([step, ids, weight, *x], schema=schema)
             except LedgerError as error:  # DuckDB would make it an error of its own
                 failed.append(error)
                 raise
 
-        return pa.RecordBatchReader.from_batches(pa.schema(fields), batches())
+        return pa.RecordBatchReader.from_batches(schema, batches())
+
+    def _id_type(self) -> pa.DataType:
+        return pa.string() if self._ids == "string" else pa.int64()
 
     # -- files ------------------------------------------------------------------------------
 
-    def _scan(self, parts: list[Opened], estimator: int, rows: int) -> Iterator[pa.RecordBatch]:
-        """Step, id, weight and the values of one estimator, a limited number of rows at a time."""
-        columns = ["step", "id", "weight", *self.columns.values(estimator)]
+    def _scan(
+        self, parts: list[Opened], estimator: int, targets: Sequence[int], rows: int
+    ) -> Iterator[pa.RecordBatch]:
+        """Step, id, weight and the values of some targets, a limited number of rows at a time."""
+        names = self.columns.values(estimator)
+        columns = ["step", "id", "weight", *(names[q] for q in targets)]
         rows = max(1, min(rows, max(1024, BATCH_CELLS // len(columns))))
         for part in parts:
             try:
@@ -304,15 +319,24 @@ def connect() -> Iterator[duckdb.DuckDBPyConnection]:
         yield db
 
 
-GROUP = 1 << 17  # rows of a batch for DuckDB
-
-
-def _sum(terms: Sequence[str]) -> str:
-    """a + b + ... as a balanced tree: DuckDB refuses expressions more than 1,000 deep."""
-    if len(terms) == 1:
-        return terms[0]
-    half = len(terms) // 2
-    return f"({_sum(terms[:half])} + {_sum(terms[half:])})"
+def _harm_sql(k: int) -> str:
+    """Harm by id. A join with the spread of each step, not a window: no sort of all rows."""
+    each = range(k)
+    x = ", ".join(
+        f"CASE WHEN weight IS NOT NULL AND isfinite(x{q}) THEN x{q} END AS y{q}" for q in each
+    )
+    spread = ", ".join(f"stddev_pop(y{q}) AS s{q}, max(abs(y{q})) AS m{q}" for q in each)
+    hurt = ", ".join(
+        f"sum(CASE WHEN s{q} > {ROUNDING} * m{q} AND y{q} IS NOT NULL "
+        f"THEN greatest(-y{q} / s{q}, 0) END) AS h{q}"
+        for q in each
+    )
+    some = " OR ".join(f"h{q} IS NOT NULL" for q in each)
+    total = " + ".join(f"coalesce(h{q}, 0)" for q in each)
+    return f"""SELECT id, CASE WHEN {some} THEN {total} END AS harm FROM (
+        SELECT id, {hurt} FROM (SELECT id, step, {x} FROM v0) JOIN (
+            SELECT step, {spread} FROM (SELECT step, {x} FROM v1) GROUP BY step) USING (step)
+        GROUP BY id) ORDER BY id"""
 
 
 def _list(names: Sequence[str]) -> str:
