@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -13,7 +14,7 @@ from inrun.ledger import LedgerError
 from inrun.store import Store, open_run
 from inrun.store.repair import repair
 from ledgers import assert_same, copy, everything, expected, records, tables, write
-from test_hostile_ledger import as_format_1
+from test_hostile_ledger import as_format_1, damage
 
 ROWS = list(records(20))
 
@@ -111,7 +112,7 @@ def test_a_manifest_is_made_again(run, how):
 def test_a_damaged_part_does_not_block_the_others(run, manifest, kind, how):
     file = run / kind / "part-000001.parquet"
     if how == "flipped":
-        flip(file)
+        flip(file, 60)
     elif how == "gone":
         file.unlink()
     else:
@@ -136,6 +137,33 @@ def test_a_damaged_part_does_not_block_the_others(run, manifest, kind, how):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert not repair(run).aside  # nothing more to do
+
+
+def repaired_after_damage(run, work, rounds, seed):
+    """Whatever happens to the files of one part, with the manifest or without: no wrong number."""
+    rng = np.random.default_rng(seed)
+    whole, rest = expected(ROWS), expected(ROWS[:5] + ROWS[10:])
+    aside = 0
+    for i in range(rounds):
+        folder = copy(run, work / str(i))
+        file = folder / ("values", "steps")[i % 2] / "part-000001.parquet"
+        file.write_bytes(damage(file.read_bytes(), rng))
+        if i % 3:
+            (folder / "manifest.json").unlink()
+        aside += (gone := bool(repair(folder).aside))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert_same(tables(open_run(folder)), rest if gone else whole)
+    return aside
+
+
+def test_repaired_after_damage(run, tmp_path):
+    assert repaired_after_damage(run, tmp_path, 20, 0) > 10
+
+
+@pytest.mark.slow
+def test_repaired_after_much_damage(run, tmp_path):
+    assert repaired_after_damage(run, tmp_path, 200, 1) > 100
 
 
 def test_a_repaired_ledger_is_continued(run, tmp_path):
