@@ -63,6 +63,7 @@ def write(folder: Path, rows: int, chunk: int = 4_000_000) -> None:
                 "examples": np.full(len(own), BATCH),
                 "weight": np.ones(len(own)),
                 "scored": np.ones(len(own), bool),
+                "missed": np.zeros(len(own)),
                 "void": pa.nulls(len(own), pa.string()),
                 "sum": np.zeros(len(own)),
                 **dict.fromkeys(names, blank),

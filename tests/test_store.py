@@ -18,7 +18,7 @@ import pytest
 
 import inrun
 from inrun.ledger import Audit, LedgerError, MemoryLedger, StepRecord
-from inrun.store import Store, files, open_run, writer
+from inrun.store import Store, committed, files, open_run, writer
 
 ESTIMATORS = ["secant", "sgd"]
 
@@ -195,7 +195,7 @@ def test_many_parts_are_merged(tmp_path, monkeypatch):
     store = fill(tmp_path / "run", make_records(40), flush=1)
     assert len(list((tmp_path / "run" / "values").iterdir())) <= 5
     assert store.history(0)["step"].is_monotonic_increasing
-    monkeypatch.setattr(writer, "SMALL_BYTES", 1)
+    monkeypatch.setattr(committed, "SMALL_BYTES", 1)
     parts = len(store.sources())
     store.compact()
     assert len(store.sources()) == parts  # large parts are never rewritten
@@ -416,8 +416,8 @@ def test_other_folders_are_refused(tmp_path):
 def test_newer_format_is_refused(tmp_path):
     fill(tmp_path / "run", make_records(3)).close()
     file = tmp_path / "run" / "run.json"
-    file.write_text(file.read_text().replace('"version": 1', '"version": 99'))
-    with pytest.raises(LedgerError, match="format 99, this inrun reads 1"):
+    file.write_text(file.read_text().replace('"version": 2', '"version": 99'))
+    with pytest.raises(LedgerError, match="format 99, this inrun reads 2"):
         open_run(tmp_path / "run")
 
 

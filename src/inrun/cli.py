@@ -23,6 +23,7 @@ from inrun.bench.command import bench
 from inrun.examples import load_examples
 from inrun.ledger import LedgerError
 from inrun.reproduce import reproduce
+from inrun.store.command import repair_command
 from inrun.terminal import Json, clean, say
 from inrun.variants.command import variants
 
@@ -298,6 +299,7 @@ def demo(
 
 
 app.command()(plain_errors(bench))
+app.command("repair")(plain_errors(repair_command))
 app.command()(plain_errors(reproduce))
 app.command()(plain_errors(variants))
 

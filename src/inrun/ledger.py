@@ -106,11 +106,14 @@ ROUNDING = 1e-6  # of the largest value of a batch: a smaller spread is no sprea
 
 
 class MemoryLedger:
-    """The ledger of ``out=None``: a list of records."""
+    """The ledger of ``out=None``: a list of records.
 
-    def __init__(self, targets: Sequence[str]) -> None:
+    A table is made of the records that were there when it was asked for: another thread may append.
+    """
+
+    def __init__(self, targets: Sequence[str], records: Sequence[StepRecord] = ()) -> None:
         self.targets = check_targets(targets)
-        self._records: list[StepRecord] = []
+        self._records: list[StepRecord] = list(records)
 
     def __iter__(self) -> Iterator[StepRecord]:
         return iter(self._records)
@@ -126,7 +129,7 @@ class MemoryLedger:
     def close(self) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
-        records = [asdict(r) | {"ids": r.ids.tolist()} for r in self._records]
+        records = [asdict(r) | {"ids": r.ids.tolist()} for r in list(self._records)]
         return {"records": _plain(records)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -136,22 +139,24 @@ class MemoryLedger:
 
     def history(self, estimator: int) -> pd.DataFrame:
         """One row per step and example: step, id, value and one column per named target."""
-        scored = [r for r in self._records if r.values is not None]
+        records = list(self._records)
+        scored = [r for r in records if r.values is not None]
         V = np.concatenate(
             [np.empty((0, len(self.targets))), *(_values(r)[estimator].T for r in scored)]
         )  # [rows, Q]
         step = np.array([r.step for r in scored], dtype=np.int64)
-        ids = _stack_ids(scored if scored else self._records[:1])[: len(V)]
+        ids = _stack_ids(scored if scored else records[:1])[: len(V)]
         return history_table(np.repeat(step, [len(r.ids) for r in scored]), ids, V, self.targets)
 
     def values(self, estimator: int) -> pd.DataFrame:
         """One row per example: id, value, one column per named target, steps seen and scored."""
-        history = self.history(estimator)
+        records = list(self._records)
+        history = MemoryLedger(self.targets, records).history(estimator)
         columns = value_columns(self.targets)
-        weight = pd.Series({r.step: r.weight for r in self._records}, dtype=float)
+        weight = pd.Series({r.step: r.weight for r in records}, dtype=float)
         weighted = history[columns].mul(history["step"].map(weight), axis=0)
         by_id = weighted.groupby(history["id"])
-        seen = pd.Series(_stack_ids(self._records), name="id").value_counts(sort=False)
+        seen = pd.Series(_stack_ids(records), name="id").value_counts(sort=False)
         table = by_id.sum(min_count=1).reindex(seen.index)
         table["steps"] = seen
         table["scored"] = by_id.size().reindex(seen.index).fillna(0).astype("int64")
@@ -164,7 +169,8 @@ class MemoryLedger:
         the negative parts are summed over steps and targets. Steps whose examples are all alike
         (one example, or copies that differ by rounding only) have no spread and do not count.
         """
-        history = self.history(estimator)
+        now = MemoryLedger(self.targets, self._records)
+        history = now.history(estimator)
         targets = value_columns(self.targets)[1:] or ["value"]
         finite = history[targets].where(np.isfinite(history[targets]))
         by_step = finite.groupby(history["step"])
@@ -172,13 +178,13 @@ class MemoryLedger:
         z = finite / spread.where(spread > ROUNDING * size.transform("max"))
         hurt = z.clip(upper=0).abs().sum(axis=1, min_count=1)
         table = hurt.groupby(history["id"]).sum(min_count=1).rename("harm")
-        seen = self.values(estimator)["id"]
+        seen = now.values(estimator)["id"]
         return table.reindex(seen).rename_axis("id").reset_index()
 
     def steps(self, estimator: int) -> pd.DataFrame:
         """One row per step, with the audit where there was one (means over targets)."""
         return pd.DataFrame(
-            [step_row(r, estimator) for r in self._records], columns=list(STEP_COLUMNS)
+            [step_row(r, estimator) for r in list(self._records)], columns=list(STEP_COLUMNS)
         )
 
 

@@ -5,6 +5,7 @@ capture (forward, backward) → direction (optimizer, validation) → contractio
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,6 +83,7 @@ class Run(Summary, Tables):
         )  # fmt: skip
         self._pending: list[tuple[np.ndarray, MicroBatch | None]] = []
         self._unsettled: deque[tuple[StepRecord, Pending]] = deque()
+        self._recording = threading.RLock()  # tables may be asked for in another thread
         self._id_type: type | None = None
         self._check: Check | None = None
         if model in _WATCHED or optimizer in _WATCHED:
@@ -140,7 +142,10 @@ class Run(Summary, Tables):
         return self._check
 
     def close(self) -> None:
-        """Detach. The model and the optimizer are as they were; the tables stay readable."""
+        """Detach. The model and the optimizer are as they were; the tables stay readable.
+
+        Raises LedgerError if records could not be written; call it again once they can.
+        """
         if self._hooks:
             for hook in self._hooks:
                 hook.remove()
@@ -152,8 +157,10 @@ class Run(Summary, Tables):
             self._capture.close()
             self._validator.close()
             self._scorer.close()
-        self._ledger.close()
-        self.tally.close()
+        try:
+            self._ledger.close()
+        finally:
+            self.tally.close()
 
     def __enter__(self) -> Run:
         return self
@@ -166,7 +173,10 @@ class Run(Summary, Tables):
         return coverage_table(self.params, self._left_out, self._capture.coverage)
 
     def state_dict(self) -> dict[str, Any]:
-        """For the user's checkpoint: where the run stands. Everything recorded is safe first."""
+        """For the user's checkpoint: where the run stands. Everything recorded is safe first.
+
+        Raises LedgerError if records could not be written; training itself goes on without.
+        """
         self._ledger.flush()
         return {
             "step": self.step,
@@ -178,6 +188,12 @@ class Run(Summary, Tables):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint; what was recorded after it is forgotten."""
+        wanted = ("step", "unwatched", "next_audit", "validation", "ledger")
+        if missing := [key for key in wanted if key not in state]:
+            raise LedgerError(
+                f"this is not what run.state_dict() returned: it has no {missing[0]!r}. Keep that "
+                "under a key of its own in the checkpoint and pass it here as it was"
+            )
         self._ledger.load_state_dict(state["ledger"])  # refuses what is another run's
         self._ledger.truncate(state["step"])
         self._forget()
@@ -237,20 +253,21 @@ class Run(Summary, Tables):
             score = self._scorer.score(self.step, micros, ids, audit, check)
         self._begin()
         record = StepRecord(self.step, ids, None, lr, float(self.config.every))
-        if isinstance(score, Pending):  # its numbers arrive while the next step runs
+        with self._recording:
             self._settle()
-            self._unsettled.append((record, score))
-            return
-        self._settle()
+            if isinstance(score, Pending):  # its numbers arrive while the next step runs
+                self._unsettled.append((record, score))
+                return
+            self._append(record, score)
         if score.audit is not None:
             self._next_audit = (self.step // self.config.audit_every + 1) * self.config.audit_every
-        self._append(record, score)
 
     def _settle(self) -> None:
         """Write down the steps whose numbers were on their way."""
-        while self._unsettled:
-            record, pending = self._unsettled.popleft()
-            self._append(record, pending.settle())
+        with self._recording:
+            while self._unsettled:
+                record, pending = self._unsettled.popleft()
+                self._append(record, pending.settle())
 
     def _append(self, record: StepRecord, score: Score) -> None:
         done = replace(

@@ -1,13 +1,17 @@
-"""Files that are whole or not there: atomic writes, the lock of one writer, plain JSON."""
+"""Files that are whole or not there: atomic writes, checksums, plain JSON, no links followed."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
 import json
 import math
 import os
 import platform
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -15,18 +19,33 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from filelock import FileLock, Timeout
 
 from inrun.ledger import LedgerError
 
 GROUP_ROWS = 1 << 18  # rows of a Parquet row group: enough to scan fast, small enough to stream
-WAIT_FOR_DEAD = 15.0  # seconds that loader workers may outlive a killed writer and hold its lock
+GROUP_CELLS = 1 << 23  # numbers of a row group: with many targets a group has fewer rows
+JSON_BYTES = 256 << 20  # a larger run.json or manifest.json is not ours
+CHECK = "check"  # key of the checksum that a JSON file of ours carries of its own content
+
+
+@dataclass(frozen=True)
+class Written:
+    rows: int
+    bytes: int
+    sha256: str
 
 
 def replace(path: Path, write: Callable[[IO[bytes]], None]) -> int:
-    """Write a file under a temporary name, fsync, rename, fsync the folder; returns its size."""
+    """Write a file under a temporary name, fsync, rename, fsync the folder; returns its size.
+
+    The temporary file is always a new one, so a symbolic link that waits under its name is removed
+    and never followed.
+    """
     draft = path.with_name(path.name + ".tmp")
-    with draft.open("wb") as file:
+    if os.path.lexists(draft):
+        draft.unlink()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    with os.fdopen(os.open(draft, flags, 0o666), "wb") as file:
         write(file)
         file.flush()
         os.fsync(file.fileno())
@@ -41,26 +60,58 @@ def replace(path: Path, write: Callable[[IO[bytes]], None]) -> int:
     return size
 
 
-def write_parquet(path: Path, tables: Iterable[pa.Table]) -> tuple[int, int]:
-    """Stream tables into one file, regrouped to ``GROUP_ROWS``; returns its rows and its size."""
-    rows = 0
+class _Hashing(io.RawIOBase):
+    """Passes bytes on and keeps their SHA-256."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.sha256 = file, hashlib.sha256()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
+def write_parquet(
+    path: Path, tables: Iterable[pa.Table], metadata: Mapping[str, str] | None = None
+) -> Written:
+    """Stream tables into one file, regrouped to ``GROUP_ROWS``, with ``metadata`` in its footer."""
+    rows, digest = 0, ""
 
     def write(file: IO[bytes]) -> None:
-        nonlocal rows
-        source = iter(tables)
+        nonlocal rows, digest
+        source = (table.replace_schema_metadata(metadata) for table in tables)
         waiting = [next(source)]
-        with pq.ParquetWriter(file, waiting[0].schema, compression="zstd") as writer:
+        schema = waiting[0].schema
+        size = min(GROUP_ROWS, max(1024, GROUP_CELLS // len(schema)))
+        sink = _Hashing(file)
+        options = {"compression": "zstd", "write_page_checksum": True}
+        with pq.ParquetWriter(pa.PythonFile(sink, "w"), schema, **options) as writer:
             for table in source:
-                if sum(t.num_rows for t in waiting) >= GROUP_ROWS:
-                    writer.write_table(pa.concat_tables(waiting), row_group_size=GROUP_ROWS)
+                if sum(t.num_rows for t in waiting) >= size:
+                    writer.write_table(pa.concat_tables(waiting), row_group_size=size)
                     rows += sum(t.num_rows for t in waiting)
                     waiting = []
                 waiting.append(table)
-            writer.write_table(pa.concat_tables(waiting), row_group_size=GROUP_ROWS)
+            writer.write_table(pa.concat_tables(waiting), row_group_size=size)
             rows += sum(t.num_rows for t in waiting)
+        digest = sink.sha256.hexdigest()
 
-    size = replace(path, write)
-    return rows, size
+    bytes_ = replace(path, write)
+    return Written(rows, bytes_, digest)
+
+
+def sha256_of(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as source:
+        while block := source.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -72,17 +123,38 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     replace(path, write)
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path, way_out: str = "") -> dict[str, Any] | None:
     """The content of a JSON file, None if there is no such file."""
+    if way_out:
+        try:
+            return read_json(path)
+        except LedgerError as error:
+            raise LedgerError(f"{error}. {way_out}") from error
     try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > JSON_BYTES:
+            raise LedgerError(f"{path} is not a file of inrun: no plain file, or far too large")
         content = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
+        if path.is_symlink():
+            raise LedgerError(f"{path} is a symbolic link that leads nowhere") from None
         return None
-    except (ValueError, OSError) as error:
-        raise LedgerError(f"{path} cannot be read: {error}") from error
+    except (ValueError, OSError, RecursionError) as error:
+        raise LedgerError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise LedgerError(f"{path} is not a file of inrun")
     return content
+
+
+def checksum(content: Mapping[str, Any]) -> str:
+    """Of a JSON file's content without its own checksum; spaces and line breaks do not matter."""
+    rest = {k: v for k, v in content.items() if k != CHECK}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def signed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The content with its checksum, so that damage is noticed."""
+    return {k: v for k, v in content.items() if k != CHECK} | {CHECK: checksum(content)}
 
 
 def plain(x: Any, where: str) -> Any:
@@ -107,38 +179,18 @@ def disk(folder: Path, note: str) -> Iterator[None]:
     """Say which ledger could not be written and what became of the records."""
     try:
         yield
-    except OSError as error:
-        why = error.strerror or str(error)
+    except (OSError, pa.ArrowException) as error:
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise LedgerError(f"cannot write to {folder}: {why}; {note}") from error
 
 
-def acquire(folder: Path) -> FileLock:
-    """The lock of the folder's only writer."""
-    lock = FileLock(str(folder / ".lock"), thread_local=False)
-    owner = folder / ".writer"
-    try:
-        pid = int(owner.read_text())
-    except (OSError, ValueError):
-        pid = 0
-    try:
-        lock.acquire(timeout=0 if _alive(pid) else WAIT_FOR_DEAD if pid else 1.0)
-    except Timeout:
-        who = f"process {pid}" if pid else "another process"
-        raise LedgerError(f"{folder} is being written by {who}: one writer at a time") from None
-    owner.write_text(str(os.getpid()))
-    return lock
-
-
-def _alive(pid: int) -> bool:
-    if pid <= 0 or os.name != "posix":
-        return pid > 0
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+def stay_inside(file: Path, folder: Path) -> None:
+    """Refuse a symbolic link that leads out of the ledger's folder."""
+    if file.is_symlink() and not file.resolve().is_relative_to(folder.resolve()):
+        raise LedgerError(
+            f"{file} is a symbolic link out of the ledger's folder: a ledger is one folder without "
+            "such links. If it is yours, move the whole folder and link that instead"
+        )
 
 
 def versions() -> dict[str, str]:

@@ -1,0 +1,72 @@
+"""Small ledgers for the tests of the store."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from inrun.ledger import Audit, MemoryLedger, StepRecord
+from inrun.store import Store
+from inrun.store.files import signed
+
+TABLES = ("values", "history", "harm", "steps")
+
+
+def records(n, targets=2, estimators=1, seed=0, batch=4, pool=12, first=0):
+    rng = np.random.default_rng(seed)
+    for step in range(first, first + n):
+        ids = rng.choice(pool, batch, replace=False).astype(np.int64)
+        audit = Audit(*(rng.normal(size=targets) for _ in range(3))) if step % 3 == 0 else None
+        yield StepRecord(step, ids, rng.normal(size=(estimators, targets, batch)), 0.1, audit=audit)
+
+
+def write(path, rows, targets=("a", "b"), estimators=("secant",), flush=5):
+    """A closed ledger of several parts (each flush is one)."""
+    store = Store.create(path, {"lr": 0.1}, list(targets), list(estimators))
+    for i, row in enumerate(rows):
+        store.append(row)
+        if i % flush == flush - 1:
+            store.flush()
+    store.flush()
+    store._merge = lambda above: None  # keep the parts apart
+    store.close()
+
+
+def tables(run, estimator=None):
+    return {name: getattr(run, name)(estimator) for name in TABLES}
+
+
+def expected(rows, targets=("a", "b"), estimator=0):
+    memory = MemoryLedger(list(targets))
+    for row in rows:
+        memory.append(row)
+    return tables(memory, estimator)
+
+
+def assert_same(a, b):
+    for name in TABLES:
+        pd.testing.assert_frame_equal(a[name], b[name], rtol=1e-12, atol=1e-15, obj=name)
+
+
+def edit(file: Path, change) -> None:
+    """Change a JSON file of a ledger as a stranger would who knows of the checksum."""
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(signed(change(content) or content)))
+
+
+def copy(source: Path, target: Path) -> Path:
+    shutil.copytree(source, target, symlinks=True)
+    return target
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    """All files below a folder, to see that nothing was written or deleted."""
+    return {
+        str(f.relative_to(folder)): f.read_bytes()
+        for f in sorted(folder.rglob("*"))
+        if f.is_file() and f.name not in (".lock", ".writer")
+    }
