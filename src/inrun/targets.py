@@ -134,9 +134,18 @@ def by_label(
     labels = [x.item() if isinstance(x, (Tensor, np.generic)) else x for x in labels]
     rows: dict[Any, list[int]] = {}
     for i, x in enumerate(labels):
+        if x is None or x != x:  # NaN is not equal to itself
+            raise ValidationError(f"by_label: the label of row {i} is {x}: leave such rows out")
         rows.setdefault(x, []).append(i)
     if not rows:
         raise ValidationError("by_label: the dataset is empty")
+    named: dict[str, Any] = {}
+    for x in rows:
+        if named.setdefault(str(x), x) is not x:
+            raise ValidationError(
+                f"by_label: the labels {named[str(x)]!r} and {x!r} would both be called "
+                f"{str(x)!r}: make them different"
+            )
     return {
         str(x): DataLoader(Subset(dataset, rows[x]), batch_size=batch_size, collate_fn=collate_fn)
         for x in sorted(rows)
