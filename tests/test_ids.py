@@ -27,7 +27,7 @@ class Name(str, enum.Enum):
 
 
 @given(IDS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
 def test_ids_are_kept_as_they_are(ids):
     array, kind = as_ids(ids, None)
     assert array.tolist() == ids and kind is type(ids[0])
@@ -102,7 +102,7 @@ def record(step, ids, E, Q):
 
 
 @given(IDS, TARGETS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
 def test_a_ledger_gives_back_ids_and_target_names(tmp_path_factory, ids, names):
     names = [name for name in names if name not in RESERVED] or ["t"]
     folder = tmp_path_factory.mktemp("ids") / "run"
@@ -137,7 +137,7 @@ def watched(**options):
 
 
 @given(IDS, TARGETS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
 def test_a_run_gives_back_ids_and_target_names(ids, names):
     names = [name for name in names if name not in RESERVED] or ["t"]
     model, optimizer, run = watched(targets={name: [torch.ones(2, 3)] for name in names})

@@ -50,7 +50,8 @@ def watch(
         optimizer: the optimizer whose ``step()`` trains it; its class needs a rule
             (docs/optimizers.md).
         validation: a loader or list of batches; the loss on them is what examples are valued by.
-            It is cycled, ``per_step`` batches at each step, in its own order.
+            It is cycled, ``per_step`` batches at each step, in its own order. A dataset of rows
+            (torch's, Hugging Face's) is taken in batches of 32, if its rows need no padding.
         targets: several of them by name, instead of ``validation``. See :func:`inrun.by_label`.
         loss: ``loss(model, batch) -> scalar``; by default ``model(**batch).loss``.
         out: a folder for the ledger; None keeps it in memory. A folder that holds an earlier run
