@@ -34,10 +34,11 @@ def run_bench(
     there is replaced with ``force`` only.
     """
     console = console or make_console()
-    if out is not None:  # refuse now rather than after the measurements
+    if out is not None:
         check_output(out, force=force, option="--out")
-        write_output(out, b"{}\n", force)
     problem = make_problem(options)
+    if out is not None:  # what cannot be written is said before the measurements
+        write_output(out, b"{}\n", force)
     result: dict[str, Any] = {
         "options": asdict(options),
         "parameters": sum(p.numel() for p in problem.model.parameters()),
