@@ -45,6 +45,14 @@ def test_ids_of_every_integer_type(dtype):
         assert found.tolist() == [0, 7, last] and kind is int and found.dtype == np.int64
 
 
+def test_ids_are_a_copy():
+    ids = np.array([1, 2])
+    kept, _ = as_ids(ids, None)
+    ids[0] = 7  # a loader that fills the same array again
+    assert kept.tolist() == [1, 2]
+    assert as_ids(np.array([1], ">i4"), None)[0].tolist() == [1]
+
+
 def test_ids_of_every_string_type():
     for ids in (np.array(["a", "b"]), np.array(["a", "b"], object), list(np.array(["a", "b"]))):
         found, _ = as_ids(ids, None)
@@ -65,6 +73,8 @@ REFUSED = {
     "bool": ([True], r"is True \(bool\)"),
     "bool tensor": (torch.tensor([True]), r"\(bool\)"),
     "float": (np.array([1.0]), r"is 1\.0 \(float\).*int\(id\)"),
+    "half": (torch.ones(2, dtype=torch.bfloat16), r"is 1\.0 \(float\)"),
+    "a parameter": (torch.ones(2, requires_grad=True), r"is 1\.0 \(float\)"),
     "bytes": ([b"a"], r"decode it"),
     "bytes array": (np.array([b"a"]), r"decode it"),
     "dates": (np.array(["2020"], "datetime64[D]"), r"str\(id\)"),
