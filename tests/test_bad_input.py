@@ -322,7 +322,7 @@ def test_unknown_words():
         ({"point": "end"}, "'end' is not known"),
         ({"training": "quick"}, "'quick' is not known"),
         ({"form": "dense"}, "'dense' is not known"),
-        ({"ignore": ["head"]}, "does not have: \\['head'\\]"),
+        ({"ignore": ["head"]}, "does not have: 'head'"),
         ({"every": 0}, "at least 1"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -118,7 +118,7 @@ def test_prune(run, tmp_path, suffix):
 
 def test_prune_otherwise(run, tmp_path):
     def kept(*args):
-        call("prune", run, "--ratio", 0.1, "-o", tmp_path / "k.parquet", *args)
+        call("prune", run, "--ratio", 0.1, "-o", tmp_path / "k.parquet", "--force", *args)
         return set(pd.read_parquet(tmp_path / "k.parquet")["id"])
 
     everything = set(open_run(run).values()["id"])

@@ -92,6 +92,14 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch):
         result = call(*args, code=2)
         assert message in result.stderr and result.stderr.count("\n") == 1
     assert (tmp_path / "mine" / "thesis.txt").exists()
+    for name in ("thesis.txt", "values/thesis.txt", "values/part-1.parquet/thesis.txt"):
+        folder = tmp_path / f"demo-{len(name)}"  # a demo's, with a file of somebody else's
+        (folder / name).parent.mkdir(parents=True)
+        for file in ("demo.json", "report.html", name):
+            (folder / file).write_text("{}")
+        result = call("--out", folder, code=2)
+        assert f"{folder / name} was not made by a demo" in result.stderr
+        assert (folder / name).exists() and (folder / "report.html").exists()
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     result = call("--out", tmp_path / "new", code=2)
     assert "pip install 'inrun[demo]'" in result.stderr

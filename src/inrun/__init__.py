@@ -3,28 +3,58 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
-
-from inrun.check import Check
-from inrun.errors import BatchError, CaptureError, ValidationError
-from inrun.follow import register_layout
-from inrun.layout import Layout
-from inrun.ledger import LedgerError
-from inrun.logging import log
-from inrun.ops import register_op
-from inrun.rules import register_optimizer
-from inrun.run import Run
-from inrun.targets import by_label
-from inrun.watching import watch
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from inrun.check import Check
+    from inrun.errors import BatchError, CaptureError, ValidationError
+    from inrun.follow import register_layout
+    from inrun.layout import Layout
+    from inrun.ledger import LedgerError
+    from inrun.logging import log
+    from inrun.ops import register_op
+    from inrun.rules import register_optimizer
+    from inrun.run import Run
     from inrun.store import SavedRun
+    from inrun.targets import by_label
+    from inrun.watching import watch
 
 try:
     __version__ = version("inrun")
 except PackageNotFoundError:  # used from a source tree that is not installed
     __version__ = "0+unknown"
+
+# Where each public name is. They are imported when they are first used, so that the command line
+# can answer Ctrl-C while torch is being imported.
+_PLACES = {
+    "BatchError": "errors",
+    "CaptureError": "errors",
+    "Check": "check",
+    "Layout": "layout",
+    "LedgerError": "ledger",
+    "Run": "run",
+    "ValidationError": "errors",
+    "by_label": "targets",
+    "log": "logging",
+    "register_layout": "follow",
+    "register_op": "ops",
+    "register_optimizer": "rules",
+    "watch": "watching",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'inrun' has no attribute {name!r}")
+    found = getattr(import_module(f"inrun.{_PLACES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PLACES})
 
 
 def open(path: str | os.PathLike[str]) -> SavedRun:

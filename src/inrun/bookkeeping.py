@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from inrun.errors import BatchError
 from inrun.ops import Form
+from inrun.refusals import ignored
 
 
 @dataclass(frozen=True)
@@ -34,25 +35,97 @@ class Config:
 
 
 def as_ids(ids: Any, kind: type | None) -> tuple[np.ndarray, type]:
-    """Ids as an array and their type, which must be the same in the whole run (``kind``)."""
-    plain = ids.tolist() if isinstance(ids, (Tensor, np.ndarray)) else list(ids)
+    """Ids as an array and their type, which must be the same in the whole run (``kind``).
+
+    Integers fit into 64 bits with a sign (int64), strings can be written as UTF-8: what comes out
+    of the tables is what went in.
+    """
+    whole = _integers(ids)
+    if whole is not None and kind is not str:
+        return whole, int
+    plain = _as_list(ids)
     if not plain:
         raise BatchError("run.batch got no ids: pass one per example")
-    kinds = {_kind(x) for x in plain} | ({kind} if kind else set())
-    if not kinds <= {int, str} or len(kinds) > 1:
-        found = ", ".join(sorted(k.__name__ for k in kinds))
+    found: list[int] | list[str] = [_id(x, i, len(plain)) for i, x in enumerate(plain)]
+    kinds: dict[type, int] = {}  # and where each occurs first
+    for i, x in enumerate(found):
+        kinds.setdefault(type(x), i)
+    if len(kinds) > 1 or (kind is not None and kind not in kinds):
+        here = ", ".join(f"{k.__name__} at position {i}" for k, i in kinds.items())
+        before = "" if kind is None else f", and {kind.__name__} in the batches before"
         raise BatchError(
             "ids must be all integers or all strings, the same in the whole run, but here are "
-            f"{found}"
+            f"{here}{before}. Make them all strings with str(id)"
         )
-    kind = kinds.pop()
-    return np.asarray(plain, dtype=np.int64 if kind is int else object), kind
+    kind = type(found[0])
+    kept = np.empty(len(found), dtype=np.int64 if kind is int else object)
+    kept[:] = found
+    return kept, kind
 
 
-def _kind(x: Any) -> type:
+def _integers(ids: Any) -> np.ndarray | None:
+    """A row of integers that fit whatever they are: the usual case, without a loop."""
+    if isinstance(ids, Tensor) and str(ids.dtype).startswith(("torch.int", "torch.uint")):
+        ids = ids.cpu().numpy()
+    if not isinstance(ids, np.ndarray) or ids.ndim != 1 or not len(ids):
+        return None
+    fits = ids.dtype.kind == "i" or (ids.dtype.kind == "u" and ids.dtype.itemsize < 8)
+    return ids.astype(np.int64) if fits else None
+
+
+def _as_list(ids: Any) -> list[Any]:
+    """One entry per example, in the order given."""
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+        raise BatchError(
+            f"run.batch got {ids!r}, a single {type(ids).__name__}: pass a list of ids, one per "
+            "example"
+        )
+    if isinstance(ids, (Mapping, Set)):
+        raise BatchError(
+            f"run.batch got ids in a {type(ids).__name__}, which does not say which id is whose: "
+            "pass a list, one per example, in the order of the batch"
+        )
+    if isinstance(ids, (Tensor, np.ndarray)):
+        if ids.ndim != 1:
+            raise BatchError(
+                f"run.batch got ids of shape {tuple(ids.shape)}: pass one per example, shape [B]"
+            )
+        return ids.tolist()
+    return [x.item() if isinstance(x, Tensor) and x.ndim == 0 else x for x in ids]
+
+
+def _id(x: Any, position: int, n: int) -> Any:
+    """An id as the ledger keeps it: a plain int or str."""
     if isinstance(x, str):
-        return str
-    return int if isinstance(x, (int, np.integer)) and not isinstance(x, bool) else type(x)
+        text = str.__str__(x)  # of a subclass (numpy's, an enum's): its characters
+        if text.isascii() or _encodable(text):
+            return text
+        problem = f"is {text!r}, half a surrogate pair, which no file can hold: mend the text it "
+        problem += "was read from (errors='replace'), or number the examples"
+    elif isinstance(x, (int, np.integer)) and not isinstance(x, bool):
+        number = int(x)
+        if -(2**63) <= number < 2**63:
+            return number
+        problem = f"is {number}, which does not fit into 64 bits with a sign: pass such ids as "
+        problem += "strings, str(id), in the whole run"
+    else:
+        problem = f"is {x!r} ({type(x).__name__}). Ids are integers or strings: "
+        if isinstance(x, bytes):
+            problem += "decode it, id.decode()"
+        elif x is None or (pd.api.types.is_scalar(x) and pd.isna(x)):
+            problem += "every example needs an id of its own; leave out rows without one, or name "
+            problem += "them"
+        else:
+            problem += "make it an integer, int(id), or a string, str(id)"
+    raise BatchError(f"the id at position {position} of {n} {problem}")
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def free_memory(device: torch.device, offload: bool) -> int:
@@ -72,9 +145,7 @@ def scored_parameters(
     """The parameters to score by name, and the others with the reason they are left alone."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = {k.removeprefix("_orig_mod."): p for k, p in model.named_parameters()}
-    unknown = [k for k in ignore if k not in named]
-    if unknown:
-        raise ValueError(f"ignore names parameters the model does not have: {unknown}")
+    left_out = ignored(ignore, list(named), _shared(model, named)) if ignore else set()
     scored: dict[str, Tensor] = {}
     others: dict[str, tuple[Tensor, str]] = {}
     for name, p in named.items():
@@ -82,16 +153,28 @@ def scored_parameters(
             others[name] = (p, "frozen")
         elif id(p) not in held:
             others[name] = (p, "not in the optimizer")
-        elif name in ignore:
+        elif name in left_out:
             others[name] = (p, "ignored")
         else:
             scored[name] = p
+    if not scored and any(why == "ignored" for _, why in others.values()):
+        raise ValueError(
+            f"ignore={list(ignore)} leaves no trainable parameter, so there is nothing to watch"
+        )
     if not scored:
         raise ValueError(
             "no parameter of the model is both trainable and in the optimizer, so there is nothing "
             "to watch (was the optimizer made from another model, or before freezing?)"
         )
     return scored, others
+
+
+def _shared(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str]:
+    """Further names of parameters that occur more than once in the model → the name in use."""
+    first = {id(p): name for name, p in named.items()}
+    every = model.named_parameters(remove_duplicate=False)
+    names = {name.removeprefix("_orig_mod."): first[id(p)] for name, p in every}
+    return {name: used for name, used in names.items() if name != used}
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:

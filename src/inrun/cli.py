@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import math
-from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import pandas as pd
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from inrun import __version__, metrics
+from inrun import __version__, keeplist, metrics
 from inrun import open as open_run
 from inrun.bench.command import bench
 from inrun.examples import load_examples
 from inrun.ledger import LedgerError
+from inrun.output import check_output, write_output
 from inrun.reproduce import reproduce
 from inrun.store.command import repair_command
-from inrun.terminal import Json, clean, say
+from inrun.terminal import Force, Json, console, excerpt, plain_errors, safe, say
+from inrun.terminal import as_json as json_text
 from inrun.variants.command import variants
 
 if TYPE_CHECKING:
@@ -39,7 +37,6 @@ app = typer.Typer(
     help="What each training example did to your model, from the ledger of a watched run. "
     "Start with `inrun info RUN`, then `inrun report RUN`.",
 )
-P = ParamSpec("P")
 
 
 class By(str, Enum):
@@ -71,20 +68,6 @@ Rank = Annotated[
 ]
 
 
-def plain_errors(command: Callable[P, None]) -> Callable[P, None]:
-    """Bad input is one line on stderr and exit code 2, never a traceback."""
-
-    @functools.wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            command(*args, **kwargs)
-        except (LedgerError, ValueError, OSError) as error:
-            typer.echo("inrun: " + " ".join(str(error).split()), err=True)
-            raise typer.Exit(2) from None
-
-    return run
-
-
 def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"inrun {__version__}")
@@ -112,10 +95,10 @@ def info(run: RunPath, estimator: Estimator = None, as_json: Json = False) -> No
 
     saved = open_run(run)
     facts = facts_of(saved, estimator)
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), title=Text(str(run)))
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), title=Text(safe(run)))
     table.title_justify = "left"
     for name, text in describe(facts).items():
-        table.add_row(Text(name, "dim"), text)
+        table.add_row(Text(name, "dim"), Text(safe(text)))
     say(as_json, facts | {"info": saved.info}, table)
 
 
@@ -148,7 +131,7 @@ def top(
         words = name in ("id", "text", "label", "group")
         grid.add_column(name, justify="left" if words else "right", no_wrap=name != "text")
     for row in table[names].itertuples(index=False):
-        grid.add_row(*(Text(_cell(x)) for x in row))
+        grid.add_row(*(Text(_cell(name, x)) for name, x in zip(names, row, strict=True)))
     say(as_json, table.to_dict("records"), grid)
 
 
@@ -207,6 +190,7 @@ def prune(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="Ids to keep: .parquet, .csv, .json or .txt.")
     ] = Path("keep.parquet"),
+    force: Force = False,
     estimator: Estimator = None,
     as_json: Json = False,
 ) -> None:
@@ -217,8 +201,9 @@ def prune(
     """
     if not 0 < ratio < 1:
         raise LedgerError(f"--ratio must lie between 0 and 1, not {ratio:g}")
-    if output.suffix not in (".parquet", ".csv", ".json", ".txt"):
+    if output.suffix not in keeplist.SUFFIXES:
         raise LedgerError(f"{output}: write .parquet, .csv, .json or .txt")
+    check_output(output, force=force)
     table = _scores(open_run(run), by, estimator)
     wanted = round(ratio * len(table))
     if which is Which.random:
@@ -228,15 +213,7 @@ def prune(
         order = table["score"].sort_values(ascending=which is Which.bottom, kind="stable")
         pool = order.dropna().index.to_numpy()
     keep = table[~table.index.isin(pool[:wanted])][["id"]]
-    output.parent.mkdir(parents=True, exist_ok=True)
-    if output.suffix == ".parquet":
-        keep.to_parquet(output, index=False)
-    elif output.suffix == ".csv":
-        keep.to_csv(output, index=False)
-    elif output.suffix == ".json":
-        output.write_text(json.dumps(keep["id"].tolist(), ensure_ascii=False), "utf-8")
-    else:
-        output.write_text("".join(f"{x}\n" for x in keep["id"]), "utf-8")
+    write_output(output, keeplist.write_ids(keep["id"].tolist(), output.suffix), force)
     removed = len(table) - len(keep)
     how = "at random" if which is Which.random else f"{which.value}, by {by.value}"
     result = {"examples": len(table), "removed": removed, "kept": len(keep), "output": str(output)}
@@ -244,7 +221,7 @@ def prune(
         as_json,
         result,
         f"{removed:,} of {len(table):,} examples removed ({how}); "
-        f"{len(keep):,} ids to keep in {output}",
+        f"{len(keep):,} ids to keep in {safe(output)}",
     )
 
 
@@ -253,21 +230,26 @@ def prune(
 def report(
     run: RunPath,
     examples: Examples = None,
-    output: Annotated[Path, typer.Option("-o", "--output", help="HTML file.")] = Path(
-        "report.html"
-    ),
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="HTML file; report.html by default.")
+    ] = None,
+    force: Force = False,
     estimator: Estimator = None,
     as_json: Json = False,
 ) -> None:
     """One HTML file to look at the run: best, worst and suspect examples, and does it add up?
 
     Self-contained: no network, opens from disk, can be mailed. With --examples it shows the text or
-    image, label and group of each id.
+    image, label and group of each id. An earlier report.html is replaced, any other file only with
+    --force.
     """
-    from inrun.report import write_report
+    from inrun.report import is_report, write_report
 
-    size = write_report(open_run(run), output, examples, estimator)
-    say(as_json, {"output": str(output), "bytes": size}, f"{output} ({size / 1e6:.1f} MB)")
+    file = output or Path("report.html")
+    ours = is_report if output is None else lambda path: False
+    check_output(file, inputs=[examples], force=force, ours=ours)
+    size = write_report(open_run(run), file, examples, estimator, force or output is None)
+    say(as_json, {"output": str(file), "bytes": size}, f"{safe(file)} ({size / 1e6:.1f} MB)")
 
 
 @app.command()
@@ -292,10 +274,10 @@ def demo(
     """
     from inrun.demo import run_demo
 
-    console = Console(stderr=as_json, highlight=False)
-    result = run_demo(task.value, out, seed=seed, seeds=seeds, epochs=epochs, console=console)
+    shown = console(stderr=as_json)
+    result = run_demo(task.value, out, seed=seed, seeds=seeds, epochs=epochs, console=shown)
     if as_json:
-        typer.echo(json.dumps(clean(result), ensure_ascii=False, indent=1))
+        typer.echo(json_text(result))
 
 
 app.command()(plain_errors(bench))
@@ -313,9 +295,9 @@ def _scores(saved: SavedRun, by: By, estimator: str | None) -> pd.DataFrame:
     return pd.DataFrame({"id": table["id"], "score": table["value"]})
 
 
-def _cell(x: Any) -> str:
+def _cell(name: str, x: Any) -> str:
     if isinstance(x, float):
         return "" if math.isnan(x) else f"{x:.4g}"
-    printable = (c if c.isprintable() else " " for c in str("" if x is None else x)[:2000])
-    text = " ".join("".join(printable).split())  # what is in the data never steers the terminal
-    return text if len(text) <= 200 else text[:199] + "…"
+    if x is None:
+        return ""
+    return safe(x, 200) if name == "id" else excerpt(x)  # two ids never look the same

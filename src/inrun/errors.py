@@ -11,6 +11,13 @@ if TYPE_CHECKING:
     from inrun.ops import Call
 
 
+OWNERS = (
+    "Rows that belong to examples by an index (the nodes of a graph batch, packed sequences, "
+    "flattened tokens) need owners, which are not supported yet: give each example a row of its "
+    "own, padded where need be."
+)
+
+
 class CaptureError(RuntimeError):
     """A parameter cannot be scored: the message names it, the operation and the ways out."""
 
@@ -32,7 +39,8 @@ def refusal(call: Call, outs: Sequence[Tensor], why: str) -> CaptureError:
         f"(inputs of shape {inputs}, output {[tuple(t.shape) for t in outs]}), and {why}. "
         "If the batch dimension is not the first, pass watch(..., batch_dim=...). A constant that "
         "is not part of the model should be one of its buffers (register_buffer), and a penalty on "
-        "weights belongs into the optimizer's weight_decay: it has no example. Otherwise leave the "
+        f"weights belongs into the optimizer's weight_decay: it has no example. {OWNERS} Otherwise "
+        "leave the "
         f"parameter out with watch(..., ignore={names!r}), or teach inrun the operation with "
         "inrun.register_layout (where the examples are in its output) and inrun.register_op "
         "(docs/operations.md)."
@@ -55,7 +63,7 @@ def nothing_recorded(B: int, batch_dim: int, shapes: Sequence[tuple[int, ...]]) 
         return BatchError(
             f"run.batch got {B} ids, but no tensor that entered the model has size {B} in "
             f"dimension {batch_dim}; shapes seen: {list(shapes[:4])}. Pass one id per example, or "
-            "watch(..., batch_dim=...) if the examples are elsewhere."
+            f"watch(..., batch_dim=...) if the examples are elsewhere. {OWNERS}"
         )
     return BatchError(
         "no backward() ran from an example through the model inside run.batch(ids), so there is "

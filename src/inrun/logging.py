@@ -197,7 +197,9 @@ def _named(t: Tally, n: int) -> dict[str, Any]:
     found = t.lowest(n)
     if not found:
         return {}
-    names = ", ".join(f"{key} ({value:.2g})" for key, value in found)
+    from inrun.terminal import safe  # Weights & Biases prints its last words in the terminal
+
+    names = ", ".join(f"{safe(key, 100)} ({value:.2g})" for key, value in found)
     return {"inrun/lowest ids": names, "inrun/lowest value": found[0][1]}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from inrun.errors import ValidationError
 
@@ -23,11 +23,7 @@ class Batches:
     """
 
     def __init__(self, name: str, source: Iterable[Any], seed: int) -> None:
-        if isinstance(source, (str, bytes, Tensor)) or not isinstance(source, Iterable):
-            raise ValidationError(
-                f"target '{name}': a loader or a list of batches is needed, "
-                f"not {type(source).__name__}"
-            )
+        source = _loader(name, source)
         self.name, self.source, self.seed = name, source, seed
         self.epoch, self.index = 0, 0
         self._iterator: Iterator[Any] | None = None
@@ -78,6 +74,79 @@ class Batches:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.epoch, self.index, self._iterator = state["epoch"], state["index"], None
+
+
+ROWS = 32  # of a validation batch, where a dataset is given instead of a loader
+
+
+def _loader(name: str, source: Any) -> Iterable[Any]:
+    """What to draw batches from: the source itself, or a loader over a dataset of rows."""
+    kind = type(source).__name__
+    if isinstance(source, Mapping):
+        split = next((k for k, v in source.items() if hasattr(v, "column_names")), None)
+        raise ValidationError(
+            f"target '{name}': a {kind} is "
+            + (f"several splits; name one, as dataset[{split!r}]" if split else "one batch")
+            + ("" if split else "; put it into a list: [batch]")
+        )
+    rows = hasattr(source, "column_names")  # a Hugging Face dataset, whose items are rows
+    if rows and not hasattr(source, "__getitem__"):
+        raise ValidationError(
+            f"target '{name}': a streamed dataset ({kind}) gives single rows; pass "
+            "torch.utils.data.DataLoader(dataset, batch_size=...)"
+        )
+    if rows or (isinstance(source, Dataset) and not isinstance(source, IterableDataset)):
+        if not len(source):
+            raise ValidationError(f"target '{name}': the validation data is empty")
+        return DataLoader(source, batch_size=ROWS, collate_fn=_Collate(name, kind))
+    if isinstance(source, (str, bytes, Tensor)) or not isinstance(source, Iterable):
+        raise ValidationError(
+            f"target '{name}': a loader, a dataset or a list of batches is needed, not {kind}"
+        )
+    return source
+
+
+class _Collate:
+    """Rows of a dataset → one batch; refuses what needs a choice (padding, tokenising)."""
+
+    def __init__(self, name: str, kind: str) -> None:
+        self.where = f"target '{name}': the rows of the {kind} cannot be put into batches of {ROWS}"
+
+    def __call__(self, rows: list[Any]) -> Any:
+        try:
+            return default_collate([self._row(row) for row in rows])
+        except ValidationError:
+            raise
+        except (RuntimeError, TypeError, ValueError, KeyError) as error:
+            raise ValidationError(f"{self.where} ({_line(error)}). {LOADER}") from error
+
+    def _row(self, row: Any) -> Any:
+        """Lists of numbers as tensors: otherwise they would be taken apart, position by position.
+
+        Text is refused, not passed on: what a model wants of it is the user's to say.
+        """
+        if isinstance(row, Mapping):
+            return {key: self._entry(key, x) for key, x in row.items()}
+        if isinstance(row, tuple):
+            return tuple(self._entry(i, x) for i, x in enumerate(row))
+        return self._entry(0, row)
+
+    def _entry(self, key: Any, x: Any) -> Any:
+        if isinstance(x, (str, bytes, type(None))):
+            raise ValidationError(f"{self.where}: {key!r} is a {type(x).__name__}. {LOADER}")
+        return torch.as_tensor(x) if isinstance(x, list) else x
+
+
+LOADER = (
+    "Tokenise it and leave out what the model does not take, and pass the dataset in a "
+    "torch.utils.data.DataLoader(dataset, batch_size=..., collate_fn=...), with a collate_fn that "
+    "pads if rows have different lengths"
+)
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:199] + "…"
 
 
 _END = object()
@@ -134,9 +203,18 @@ def by_label(
     labels = [x.item() if isinstance(x, (Tensor, np.generic)) else x for x in labels]
     rows: dict[Any, list[int]] = {}
     for i, x in enumerate(labels):
+        if x is None or x != x:  # NaN is not equal to itself
+            raise ValidationError(f"by_label: the label of row {i} is {x}: leave such rows out")
         rows.setdefault(x, []).append(i)
     if not rows:
         raise ValidationError("by_label: the dataset is empty")
+    named: dict[str, Any] = {}
+    for x in rows:
+        if named.setdefault(str(x), x) is not x:
+            raise ValidationError(
+                f"by_label: the labels {named[str(x)]!r} and {x!r} would both be called "
+                f"{str(x)!r}: make them different"
+            )
     return {
         str(x): DataLoader(Subset(dataset, rows[x]), batch_size=batch_size, collate_fn=collate_fn)
         for x in sorted(rows)

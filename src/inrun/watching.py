@@ -11,11 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from inrun.bookkeeping import Config, scored_parameters
-from inrun.direction import Estimator
-from inrun.errors import ValidationError
 from inrun.ledger import Ledger, MemoryLedger
 from inrun.ops import Form
-from inrun.rules import rule_for
+from inrun.refusals import check_estimators, check_model, check_optimizer, named_targets
 from inrun.run import Run
 from inrun.validation import Loss, Validator
 
@@ -35,7 +33,7 @@ def watch(
     audit_every: int = 50,
     per_step: int = 1,
     every: int = 1,
-    ignore: Sequence[str] = (),
+    ignore: str | Sequence[str] = (),
     batch_dim: int = 0,
     form: Form = "auto",
     chunk: int | None = None,
@@ -52,7 +50,8 @@ def watch(
         optimizer: the optimizer whose ``step()`` trains it; its class needs a rule
             (docs/optimizers.md).
         validation: a loader or list of batches; the loss on them is what examples are valued by.
-            It is cycled, ``per_step`` batches at each step, in its own order.
+            It is cycled, ``per_step`` batches at each step, in its own order. A dataset of rows
+            (torch's, Hugging Face's) is taken in batches of 32, if its rows need no padding.
         targets: several of them by name, instead of ``validation``. See :func:`inrun.by_label`.
         loss: ``loss(model, batch) -> scalar``; by default ``model(**batch).loss``.
         out: a folder for the ledger; None keeps it in memory. A folder that holds an earlier run
@@ -69,7 +68,8 @@ def watch(
             many steps; 0 never.
         per_step: validation batches per step and target; their losses are averaged.
         every: score a random one in so many steps, weighted by it.
-        ignore: names of parameters to leave out.
+        ignore: parameters to leave out: names as ``run.coverage()`` shows them, or patterns such as
+            ``"encoder.*"``. One that matches nothing is refused.
         batch_dim: the dimension of the examples in the model's inputs (1 for sequence-first).
         form: force "ghost" or "materialise" where an operation has both; "auto" takes the cheaper
             (docs/costs.md).
@@ -85,8 +85,7 @@ def watch(
     Returns:
         A :class:`Run`, also a context manager that closes itself.
     """
-    if (validation is None) == (targets is None):
-        raise ValidationError("pass either validation= (one target) or targets= (several by name)")
+    data = named_targets(validation, targets)
     if training not in ("bitwise", "fast"):
         raise ValueError(f"training={training!r} is not known: use 'bitwise' or 'fast'")
     if form not in ("auto", "ghost", "materialise"):
@@ -94,23 +93,20 @@ def watch(
     for name, number in (("per_step", per_step), ("every", every)):
         if number < 1:
             raise ValueError(f"{name}={number} must be at least 1")
-    names = (estimator,) if isinstance(estimator, str) else tuple(estimator)
+    names = check_estimators(estimator, point)
+    patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     config = Config(
-        names, point, training, audit_every, per_step, every, batch_dim, tuple(ignore), form, seed
+        names, point, training, audit_every, per_step, every, batch_dim, patterns, form, seed
     )
-    if targets is None:
-        assert validation is not None
-        targets = {"validation": validation}
-    validator = Validator(model, targets, loss, per_step, chunk, seed, batch_dim)
-    for name in names:  # refuse before anything is made on disk
-        Estimator.parse(name, point)
-    rule_for(optimizer)
-    scored_parameters(model, optimizer, ignore)
-    ledger: Ledger = MemoryLedger(list(targets))
+    check_model(model)  # refuse before anything is made on disk
+    check_optimizer(optimizer)
+    scored_parameters(model, optimizer, patterns)
+    validator = Validator(model, data, loss, per_step, chunk, seed, batch_dim)
+    ledger: Ledger = MemoryLedger(list(data))
     if out is not None:
         from inrun.store import Store
 
-        ledger = Store.create(out, asdict(config), list(targets), list(names), overwrite)
+        ledger = Store.create(out, asdict(config), list(data), list(names), overwrite)
     try:
         return Run(
             model, optimizer, config, validator, ledger, offload, memory_limit, max_norm, scaler,

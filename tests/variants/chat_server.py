@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -48,6 +49,11 @@ class ChatServer:
                         status.code,
                         status.headers,
                     )
+                if callable(body):  # says it in its own way
+                    with contextlib.suppress(OSError):
+                        body(self)
+                    self.close_connection = True
+                    return
                 kind = "application/json" if isinstance(body, dict) else "text/html"
                 text = (json.dumps(body) if isinstance(body, dict) else body).encode()
                 try:
@@ -90,3 +96,35 @@ class ChatServer:
 def slow(seconds, body):
     time.sleep(seconds)
     return body
+
+
+def drip(body, pause=0.1, headers=True):
+    """The whole answer in the end, a byte at a time; ``headers``: they come at once."""
+
+    def send(handler):
+        text = json.dumps(body).encode()
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(text)}"
+        message = f"{head}\r\n\r\n".encode() + text
+        if headers:
+            handler.wfile.write(message[: -len(text)])
+            message = text
+        for i in range(len(message)):
+            handler.wfile.write(message[i : i + 1])
+            time.sleep(pause if i < 60 else 0)  # does not go on for ever: a test would not end
+
+    return send
+
+
+def flood(content, times, encoding=None):
+    """``times`` copies of some bytes, without an end that was announced."""
+
+    def send(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Type", "application/json")
+        if encoding:
+            handler.send_header("Content-Encoding", encoding)
+        handler.end_headers()
+        for _ in range(times):
+            handler.wfile.write(content)
+
+    return send

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 
 import pytest
-from chat_server import KEY, ChatServer, Status, completion, slow
+from chat_server import KEY, ChatServer, Status, completion, drip, flood, slow
 
 from inrun.variants import Endpoint, Settings, Source, VariantsError, generate
 from inrun.variants.prompts import CATEGORIES, SYSTEM
@@ -237,6 +238,47 @@ def test_files_of_a_killed_run_are_mended(out):
         assert out.read_bytes() == whole
         out.write_bytes(whole[:-1])  # only the line's end is missing
         assert go(server, out).there == 6 and out.read_bytes() == whole
+
+
+@pytest.mark.parametrize("headers", [True, False])
+def test_the_timeout_is_of_the_whole_request(out, headers):
+    def answer(text, request):  # 6 s, of which no single read takes longer than 0.1 s
+        return drip(fine(text, request), headers=headers)
+
+    with ChatServer(answer) as server:
+        outcome = go(server, out, SOURCES[:1], timeout=0.5, retries=0)
+        assert len(server.requests) == 1
+    assert outcome.failed[0]["why"].startswith("no answer from 127.0.0.1 within 0.5 s, once")
+
+
+def test_a_reply_has_a_largest_size(out):
+    zeros = bytes(1 << 20)
+    replies = {
+        "endless": (flood(zeros, 64), "sent more than 8 MB"),
+        "packed": (flood(gzip.compress(b" " * (32 << 20)), 1, "gzip"), "sent more than 8 MB"),
+        "oddly packed": (flood(zeros[:10], 1, "zstd"), "a reply packed as 'zstd'"),
+        "deep": (flood(b"[" * (1 << 20), 1), "did not answer as an OpenAI-compatible endpoint"),
+    }
+    for name, (reply, why) in replies.items():
+        with ChatServer(lambda text, request, reply=reply: reply) as server:
+            outcome = go(server, out.with_name(f"{name}.jsonl"), SOURCES[:1], retries=0)
+        assert why in outcome.failed[0]["why"], name
+
+
+def test_files_of_others_are_not_touched(out, tmp_path):
+    foreign = tmp_path / "foreign.jsonl"
+    foreign.write_bytes(b'{"a": 1}\n{"cut')  # its last line would be removed if it were ours
+    settings = tmp_path / "new.settings.json"
+    settings.write_text('{"mine": 1}')
+    with ChatServer(fine) as server:
+        for output, cache, why in (
+            (foreign, None, "was not written by inrun variants"),
+            (out, foreign, "is not a cache of inrun variants"),
+            (tmp_path / "new.jsonl", None, "is not a settings file of inrun variants"),
+        ):
+            with pytest.raises(VariantsError, match=why):
+                go(server, output, SOURCES[:1], cache=cache)
+    assert foreign.read_bytes() == b'{"a": 1}\n{"cut' and settings.read_text() == '{"mine": 1}'
 
 
 def test_a_full_disk_leaves_whole_lines(out, monkeypatch):

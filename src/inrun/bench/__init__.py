@@ -2,66 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
-from datetime import datetime, timezone
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-from inrun.bench import machine
-from inrun.bench.measure import LOOKED_INTO, Row, Tick, measurements, summary
-from inrun.bench.models import make_problem
-from inrun.bench.options import Options
-from inrun.bench.show import show
+if TYPE_CHECKING:
+    from inrun.bench.options import Options
+    from inrun.bench.run import run_bench
 
 __all__ = ["Options", "run_bench"]
 
 
-def run_bench(
-    options: Options, out: Path | None = None, console: Console | None = None
-) -> dict[str, Any]:
-    """Measure, show the tables and return the numbers.
+def __getattr__(name: str) -> Any:  # imported when used: see inrun/__init__.py
+    from importlib import import_module
 
-    ``out`` is written after each row: what was measured survives an interruption.
-    """
-    console = console or Console(highlight=False)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.touch()  # refuse now rather than after the measurements
-    problem = make_problem(options)
-    result: dict[str, Any] = {
-        "options": asdict(options),
-        "parameters": sum(p.numel() for p in problem.model.parameters()),
-        "hardware": machine.hardware(problem.device),
-        "versions": machine.versions(),
-        "commit": machine.commit(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "rows": [],
-    }
-    rows: list[Row] = []
-    with _progress(options, console) as tick:
-        for row in measurements(problem, options, tick):
-            rows.append(row)
-            plain = {r.mode: r for r in rows if r.variant == "plain"}
-            result["rows"] = [summary(r, plain.get(r.mode), options.batch) for r in rows]
-            if out is not None:
-                out.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
-    show(result, console)
-    return result
-
-
-@contextmanager
-def _progress(options: Options, console: Console) -> Iterator[Tick]:
-    """A bar over all steps of all variants, gone at the end."""
-    each = options.warmup + options.steps + LOOKED_INTO
-    columns = TextColumn("{task.description}"), BarColumn(bar_width=28), TimeRemainingColumn()
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("", total=each * len(options.variants) * len(options.modes))
-        yield lambda what: bar.update(task, description=what.ljust(22), advance=1)
+    if name not in __all__:
+        raise AttributeError(f"module 'inrun.bench' has no attribute {name!r}")
+    return getattr(import_module(f"inrun.bench.{'options' if name == 'Options' else 'run'}"), name)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from inrun.bench import run_bench
 from inrun.bench.options import DTYPES, MODES, OPTIMIZERS, USUAL, Options
+from inrun.bench.run import run_bench
 from inrun.bench.trainers import VARIANTS
+from inrun.terminal import Force, Json, console, plain_errors
+from inrun.terminal import as_json as json_text
 
 
 def bench(
@@ -61,7 +61,8 @@ def bench(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of weights and data.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the numbers to this JSON file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    force: Force = False,
+    as_json: Json = False,
 ) -> None:
     """What watching costs: speed and memory beside plain training, on one batch, in one table.
 
@@ -74,6 +75,10 @@ def bench(
         vocab=vocab, dtype=dtype, optimizer=optimizer, mode=mode, variants=variants,
         warmup=warmup, steps=steps, rounds=rounds, verify=verify, device=device, seed=seed,
     )  # fmt: skip
-    result = run_bench(options, out, Console(stderr=as_json, highlight=False))
+    result = run_bench(options, out, console(stderr=as_json), force)
     if as_json:
-        typer.echo(json.dumps(result, ensure_ascii=False, indent=1))
+        typer.echo(json_text(result))
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app.command()(plain_errors(bench))

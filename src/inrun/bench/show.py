@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from inrun.terminal import excerpt
+
 MODES = {"eager": "eager", "compile": "torch.compile"}
 LONGEST = 300  # characters of a message; the JSON has all of it
 
@@ -68,7 +70,7 @@ def _verified(rows: list[dict[str, Any]]) -> Table:
         if (found := row["verify"]) is None:
             continue
         if "message" in found:
-            table.add_row(row["variant"], "", Text(found["message"].split("\n")[0][:60], "red"))
+            table.add_row(row["variant"], "", Text(excerpt(found["message"], 60), "red"))
             continue
         R = "" if found["R"] is None else f"{found['R']:.5f}"
         table.add_row(row["variant"], R, f"{found['relative_error']:.1e}")
@@ -98,8 +100,7 @@ def _title(console: Console, text: str) -> None:
 
 
 def _remark(console: Console, text: str) -> None:
-    line = " ".join(text.split())
-    console.print(Text(line if len(line) <= LONGEST else line[:LONGEST] + "…", "dim italic"))
+    console.print(Text(excerpt(text, LONGEST), "dim italic"))
 
 
 def _percent(ratio: float | None) -> str:

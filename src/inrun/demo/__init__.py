@@ -7,6 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
+from inrun.terminal import console as make_console
+
 TASKS = ("digits", "text")
 
 
@@ -23,7 +25,7 @@ def run_demo(
     if seeds < 1 or (epochs is not None and epochs < 1):
         raise ValueError("--seeds and --epochs must be at least 1")
     folder = out or Path("runs") / f"demo-{task}"
-    console = console or Console()
+    console = console or make_console()
     if task == "digits":
         from inrun.demo import digits
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import inrun
 from inrun.demo import stage
+from inrun.terminal import excerpt, safe
 
 EPOCHS = 7
 BATCH = 16
@@ -197,20 +198,14 @@ def demo(out: Path, seed: int, epochs: int, console: Console) -> dict[str, Any]:
     return result
 
 
-def _cut(text: str, n: int) -> str:
-    return text if len(text) <= n else text[: max(n - 1, 0)] + "…"
-
-
 def show(result: dict[str, Any], texts: dict[str, str], console: Console) -> None:
     """Each question with its passages, as wide as the terminal."""
     for question in result["questions"].values():
         first, last = question["loss"]
         body = stage.table("value", "passage", "", words=(1, 2))
         for key, value in question["taught_by"].items():
-            start = " ".join(texts[key].split())
-            body.add_row(
-                f"{value:.3f}", Text(_cut(key, 22), "bold"), Text(_cut(start, console.width - 36))
-            )
+            start = excerpt(texts[key], max(console.width - 36, 1))
+            body.add_row(f"{value:.3f}", Text(safe(key, 22), "bold"), Text(start))
         note = f"loss of this text: {first:.2f} before, {last:.2f} after"
         stage.say(console, question["text"], body, note)
     spread = np.array([list(q["taught_by"].values()) for q in result["questions"].values()])

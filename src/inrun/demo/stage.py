@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -20,24 +20,45 @@ from rich.text import Text
 
 from inrun.ledger import LedgerError
 from inrun.logging import Tally
+from inrun.output import LEDGER_FILES, LEDGER_FOLDERS
 from inrun.report import write_report
 from inrun.run import Run
 from inrun.store import open_run
+from inrun.terminal import safe
 
-MARK = "demo.json"  # its presence says that the folder may be overwritten
+MARK = "demo.json"  # its presence says that a demo made the folder
+OURS = (MARK, "examples.npz", "examples.jsonl", "report.html", *LEDGER_FILES)
 
 
 def fresh(folder: Path) -> Path:
-    """An empty place for the demo's ledger; only a folder that a demo made is overwritten."""
+    """An empty place for the demo's ledger: removes what a demo wrote there, and nothing else."""
     if folder.exists() and not folder.is_dir():
         raise LedgerError(f"{folder} is a file, not a folder")
     if folder.is_dir() and any(folder.iterdir()):
         if not (folder / MARK).exists():
             raise LedgerError(f"{folder} was not made by a demo: choose another folder with --out")
-        shutil.rmtree(folder)
+        found = [f for f in folder.rglob("*") if f.is_symlink() or not f.is_dir()]
+        if others := sorted(str(f) for f in found if not _of_a_demo(f.relative_to(folder))):
+            raise LedgerError(
+                f"{others[0]} was not made by a demo: move it away, or choose another folder with "
+                "--out"
+            )
+        for file in found:
+            file.unlink()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARK).write_text("{}\n", "utf-8")  # from now on it is a demo's, finished or not
     return folder
+
+
+def _of_a_demo(file: Path) -> bool:
+    name = DRAFT.sub(r"\1", file.name)
+    if len(file.parts) == 1:
+        return name in OURS
+    return len(file.parts) == 2 and file.parts[0] in LEDGER_FOLDERS and bool(PART.fullmatch(name))
+
+
+PART = re.compile(r"part-\d+\.parquet")
+DRAFT = re.compile(r"^\.?(.+?)(\.\d+)?\.tmp$")  # of a file that a kill left half written
 
 
 @contextmanager
@@ -83,7 +104,7 @@ def table(*columns: str, words: Sequence[int] = (0,)) -> Table:
 def say(console: Console, title: str, body: Any, note: str) -> None:
     """A titled part of the result, with a remark below."""
     console.print()
-    console.print(Text(title, "bold underline"))
+    console.print(Text(safe(title), "bold underline"))
     console.print(body)
     console.print(Text(note, "dim italic"))
 
@@ -99,7 +120,8 @@ def finish(
     console.print()
     more = f"inrun top {folder} {top} --examples {examples}"
     for name, what in {"Report": str(report), "Ledger": str(folder), "More": more}.items():
-        line = Text.assemble((name.ljust(8), "dim"), (what, "bold" if name == "Report" else ""))
+        bold = "bold" if name == "Report" else ""
+        line = Text.assemble((name.ljust(8), "dim"), (safe(what), bold))
         console.print(line, soft_wrap=True)
 
 

@@ -14,9 +14,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from inrun.output import check_output, write_output
 from inrun.report.data import payload
 from inrun.store import SavedRun
 
+GENERATOR = b'<meta name="generator" content="inrun report">'
 SCRIPTS = ("charts.js", "table.js", "page.js")
 ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
@@ -26,11 +28,26 @@ def write_report(
     output: str | Path,
     examples: str | Path | None = None,
     estimator: str | None = None,
+    replace: bool = True,
 ) -> int:
-    """Write the report of a run; returns its size in bytes."""
-    page = render(payload(run, examples, estimator)).encode()
-    Path(output).parent.mkdir(parents=True, exist_ok=True)
-    return Path(output).write_bytes(page)
+    """Write the report of a run, at once or not at all; returns its size in bytes.
+
+    A file that is there is replaced, unless ``replace=False``; never the examples or a file of a
+    ledger.
+    """
+    file = Path(output)
+    inputs = [] if examples is None else [Path(examples)]
+    check_output(file, inputs=inputs, force=replace)
+    return write_output(file, render(payload(run, examples, estimator)).encode(), replace)
+
+
+def is_report(path: Path) -> bool:
+    """Is this file a report that we wrote?"""
+    try:
+        with path.open("rb") as file:
+            return GENERATOR in file.read(1 << 12)
+    except OSError:
+        return False
 
 
 def render(data: dict[str, Any]) -> str:

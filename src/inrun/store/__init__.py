@@ -29,7 +29,9 @@ class SavedRun(Tables):
         self._names = store.estimators
 
     def __repr__(self) -> str:
-        return f"<inrun run {str(self.path)!r}: {', '.join(self.estimators)}>"
+        from inrun.terminal import safe  # names of somebody else's ledger
+
+        return f"<inrun run {str(self.path)!r}: {safe(', '.join(self.estimators))}>"
 
     def history_batches(
         self, estimator: str | None = None, rows: int = 1_000_000

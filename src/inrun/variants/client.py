@@ -96,11 +96,14 @@ class Endpoint:
                 "inrun variants asks through the openai library, which is not installed: "
                 "pip install 'inrun[variants]'"
             ) from None
+        from inrun.variants.bounded import bounded_client
+
         return openai.AsyncOpenAI(
             api_key=self._key or "none",  # local servers want none; the library wants some
             base_url=self.base_url,
             timeout=self.timeout,
             max_retries=self.tries - 1,  # rate limits, timeouts, 5xx; it honours Retry-After
+            http_client=bounded_client(self.timeout),
         )
 
     async def ask(
@@ -108,6 +111,8 @@ class Endpoint:
     ) -> Reply:
         """``fields``: the rest of the request, as response_format and seed."""
         import openai
+
+        from inrun.variants.bounded import ReplyTooLargeError
 
         try:
             answer = await client.chat.completions.create(
@@ -138,7 +143,11 @@ class Endpoint:
             ) from None
         except openai.APIStatusError as error:
             raise NoReplyError(f"{self.host} answered {self._status(error)}") from None
-        except (openai.OpenAIError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except ReplyTooLargeError as error:
+            raise NoReplyError(f"{self.host} {error}") from None
+        except (
+            openai.OpenAIError, AttributeError, LookupError, RecursionError, TypeError, ValueError
+        ) as error:  # fmt: skip
             raise NoReplyError(
                 f"{self.host} did not answer as an OpenAI-compatible endpoint does; is --base-url "
                 f"right, often ending in /v1? ({type(error).__name__})"

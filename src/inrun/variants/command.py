@@ -10,7 +10,8 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.table import Table
 
-from inrun.terminal import Json, say
+from inrun.output import check_output
+from inrun.terminal import Json, safe, say
 from inrun.variants import show
 from inrun.variants.check import check
 from inrun.variants.client import Endpoint
@@ -57,7 +58,9 @@ def variants(
         int, typer.Option(min=1, help="Most requests per source, while too few variants pass.")
     ] = 5,
     workers: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 4,
-    timeout: Annotated[float, typer.Option(min=0.01, help="Seconds per request.")] = 120,
+    timeout: Annotated[
+        float, typer.Option(min=0.01, help="Seconds per request, reply included.")
+    ] = 120,
     retries: Annotated[
         int, typer.Option(min=0, help="After rate limits, timeouts and server errors.")
     ] = 5,
@@ -93,7 +96,7 @@ def variants(
                 request=request, cache=cache, rounds=rounds, workers=workers, keep_short=keep_short,
             )  # fmt: skip
         except KeyboardInterrupt as stop:
-            typer.echo(f"inrun: stopped. {stop}", err=True)
+            typer.echo(f"inrun: stopped. {safe(stop)}", err=True)
             raise typer.Exit(130) from None
     say(as_json, found.facts, found.shown)
     raise typer.Exit(found.code)
@@ -121,6 +124,7 @@ def make_variants(
 ) -> Found:
     """``how``: the keyword arguments of ``generate``."""
     settings = Settings(k, seed, parse_windows(window), _object(request))
+    _check_files(sources, output, how.get("cache"))
     texts = _sample(read_sources(sources), sample, seed)
     names = find_names(entities)
     with show.progress(endpoint.model) as watch:
@@ -128,6 +132,16 @@ def make_variants(
     facts = vars(outcome) | {"output": str(output), "entities": names.label}
     shown = show.summary(outcome, output, k, names.label)
     return Found(facts, shown, int(bool(outcome.short or outcome.failed)))
+
+
+def _check_files(sources: Path, output: Path, cache: Path | None) -> None:
+    """No file is used twice, none of a ledger is touched; that they are ours is seen on opening."""
+    named = {"-o": output, "--cache": cache or output.with_suffix(".cache.jsonl")}
+    for option, file in named.items():
+        others = [sources, *(other for name, other in named.items() if name != option)]
+        others += [output.with_suffix(".settings.json")]
+        check_output(file, inputs=others, force=True, option=option)
+    check_output(output.with_suffix(".settings.json"), inputs=[sources], force=True)
 
 
 def _sample(sources: list[Source], n: int | None, seed: int) -> list[Source]:

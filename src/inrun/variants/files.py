@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from inrun.store.files import replace
+from inrun.output import write_output
 
 TEXT = ("z_star", "text", "sentence")
 
@@ -46,8 +47,12 @@ def read_sources(path: Path) -> list[Source]:
 
 def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """The objects of a .jsonl file, each with the number of its line."""
+    return _objects(path, _lines(path))
+
+
+def _objects(path: Path, lines: Iterable[str]) -> list[tuple[int, dict[str, Any]]]:
     rows = []
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(lines, 1):
         if line.strip():
             row = _parse(line)
             if row is None:
@@ -60,9 +65,15 @@ def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text("utf-8-sig").split("\n")  # no other mark ends a line
+        content = path.read_bytes()
     except FileNotFoundError:
         raise VariantsError(f"{path}: no such file") from None
+    return _decode(path, content.removeprefix(codecs.BOM_UTF8).split(b"\n"))  # no other mark
+
+
+def _decode(path: Path, lines: Iterable[bytes]) -> list[str]:
+    try:
+        return [line.decode() for line in lines]
     except UnicodeDecodeError as error:
         raise VariantsError(f"{path} is not UTF-8 text: {error.reason} at {error.start}") from None
 
@@ -88,10 +99,13 @@ def _source(row: dict[str, Any], where: str, number: int) -> Source:
 class Journal:
     """A .jsonl file that grows by whole lines, each on the disk before ``append`` returns.
 
-    One writer at a time. A last line that a kill cut short is removed when the file is opened.
+    One writer at a time. A last line that a kill cut short is removed when the file is opened, once
+    ``known`` has found the rows before it to be ours: it raises an error otherwise.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, known: Callable[[list[dict[str, Any]]], object] = lambda rows: None
+    ) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
@@ -102,9 +116,13 @@ class Journal:
                 f"{path} is being written by another process: wait for it, or name another file"
             ) from None
         try:
+            whole, cut = self._read()
+            known(self.rows)
             self._file = path.open("ab", buffering=0)
-            self._whole()
-            self.rows = [row for _, row in read_rows(path)]
+            if cut and _parse(cut) is None:
+                self._file.truncate(whole)
+            elif cut:
+                self._file.write(b"\n")
         except BaseException:
             self.close()
             raise
@@ -128,12 +146,9 @@ class Journal:
         if self.path.read_bytes() == content:
             return
 
-        def write(file: IO[bytes]) -> None:
-            file.write(content)
-
         self._file.close()
         try:
-            replace(self.path, write)
+            write_output(self.path, content)
         finally:
             self._file = self.path.open("ab", buffering=0)
 
@@ -142,14 +157,15 @@ class Journal:
             self._file.close()
         self._lock.release()
 
-    def _whole(self) -> None:
-        content = self.path.read_bytes()
-        start = content.rfind(b"\n") + 1
-        if content[start:]:
-            if _parse(content[start:]) is None:
-                self._file.truncate(start)
-            else:
-                self._file.write(b"\n")
+    def _read(self) -> tuple[int, bytes]:
+        """Sets ``rows``; returns how many bytes are whole lines, and the line after them."""
+        content = self.path.read_bytes() if self.path.exists() else b""
+        whole = content.rfind(b"\n") + 1
+        lines = content[:whole].split(b"\n")
+        if _parse(content[whole:]) is not None:
+            lines.append(content[whole:])
+        self.rows = [row for _, row in _objects(self.path, _decode(self.path, lines))]
+        return whole, content[whole:]
 
 
 def _encode(row: dict[str, Any]) -> bytes:

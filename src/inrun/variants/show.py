@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from inrun.terminal import console, safe
 from inrun.variants.filters import REASONS
 from inrun.variants.generate import Outcome
 from inrun.variants.tokens import CAPITALS
@@ -29,8 +29,8 @@ def progress(model: str) -> Iterator[Callable[[Outcome], None]]:
         TextColumn("{task.fields[note]}", style="dim", markup=False),
         TimeRemainingColumn(),
     ]
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(f"Asking {model}", total=None, note="")
+    with Progress(*columns, console=console(stderr=True)) as bar:
+        task = bar.add_task(f"Asking {safe(model)}", total=None, note="")
 
         def show(outcome: Outcome) -> None:
             note = [f"{outcome.asked:,} asked"]
@@ -47,15 +47,15 @@ def summary(outcome: Outcome, output: Path, k: int, entities: str) -> Table:
     then = f" ({outcome.there:,} were there)" if outcome.there else ""
     table.add_row("complete", f"{complete:,} of {outcome.sources:,} sources{then}")
     each = f"1 partial_same, {k} of each other category"
-    table.add_row("variants", Text(f"{each}, in {output}"))
+    table.add_row("variants", Text(f"{each}, in {safe(output)}"))
     asked = [f"{outcome.asked:,} sent, {outcome.cached:,} from the cache"]
     table.add_row("requests", ", ".join(asked + _counts(outcome.problems)))
     table.add_row("dropped", ", ".join(_counts(outcome.dropped)) or "nothing")
     table.add_row("entities", _entities(entities))
     for x in outcome.short[:LISTED]:
-        table.add_row("short", Text(f"{x['id']}: lacks {', '.join(_counts(x['lacks']))}"))
+        table.add_row("short", Text(f"{safe(x['id'])}: lacks {', '.join(_counts(x['lacks']))}"))
     for x in outcome.failed[:LISTED]:
-        table.add_row("no reply", Text(f"{x['id']}: {x['why']}"))
+        table.add_row("no reply", Text(f"{safe(x['id'])}: {safe(x['why'])}"))
     for name, found in _left(outcome).items():
         if len(found) > LISTED:
             table.add_row(name, f"and {len(found) - LISTED:,} more; --json lists all")
@@ -69,7 +69,7 @@ def summary(outcome: Outcome, output: Path, k: int, entities: str) -> Table:
 def checked(report: Mapping[str, Any], path: Path) -> Table:
     """Passed and dropped by category, and the first ones that were dropped."""
     table = _rows()
-    table.add_row("file", Text(f"{path}, {report['sources']:,} sources"))
+    table.add_row("file", Text(f"{safe(path)}, {report['sources']:,} sources"))
     each = f"1 partial_same and {report['k']} of each other category"
     table.add_row("complete", f"{report['complete']:,} sources have {each} that pass")
     table.add_row("entities", _entities(report["entities"]))
@@ -85,7 +85,7 @@ def checked(report: Mapping[str, Any], path: Path) -> Table:
     table.add_row("filter", grid)
     for drop in report["dropped"][:LISTED]:
         why = f"{drop['id']} {drop['category']}: {drop['reason']}, {drop['detail']}"
-        table.add_row("dropped", Text.assemble(why, "\n", (drop["text"], "dim")))
+        table.add_row("dropped", Text.assemble(safe(why), "\n", (safe(drop["text"]), "dim")))
     if (more := len(report["dropped"]) - LISTED) > 0:
         table.add_row("dropped", f"and {more:,} more; --json lists all")
     return table
@@ -99,7 +99,7 @@ def _rows() -> Table:
 
 def _entities(label: str) -> Text:
     better = " (with spaCy installed, its named entities)" if label == CAPITALS.label else ""
-    return Text(label + better)
+    return Text(safe(label + better))
 
 
 def _left(outcome: Outcome) -> dict[str, list[dict[str, Any]]]:

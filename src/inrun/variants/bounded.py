@@ -1,0 +1,66 @@
+"""An HTTP client whose requests end: in time, and with a reply of bounded size.
+
+The HTTP library's own timeouts are per read: a server that sends a byte now and then keeps a
+request open for ever. Here one deadline covers connecting, sending and the whole reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from importlib import import_module
+from typing import Any
+
+import openai
+
+LARGEST = 8 << 20  # bytes of a reply, unpacked; a reply of a hundred variants has some thousands
+
+ENCODINGS = ("gzip", "deflate")  # they unpack to a thousandfold at most; others have no bound
+
+
+class ReplyTooLargeError(openai.OpenAIError):
+    """The reply is longer than any honest one; asking again would not help."""
+
+
+def bounded_client(seconds: float, largest: int = LARGEST) -> Any:
+    """openai's own HTTP client with a deadline for each request and a limit for each reply.
+
+    Each try has its own deadline, so that retries work as openai does them.
+    """
+    base: Any = openai.DefaultAsyncHttpxClient
+    http = import_module(base.__mro__[1].__module__.partition(".")[0])  # httpx, or its successor
+
+    class Client(base):  # type: ignore[misc]
+        async def send(self, request: Any, **how: Any) -> Any:
+            try:
+                return await asyncio.wait_for(self._whole(request, **how), seconds)
+            except (TimeoutError, asyncio.TimeoutError):
+                raise http.ReadTimeout("the deadline passed", request=request) from None
+
+        async def _whole(self, request: Any, **how: Any) -> Any:
+            """The response with all of its body."""
+            request.headers["accept-encoding"] = ", ".join(ENCODINGS)
+            response = await super().send(request, **how | {"stream": True})
+            try:
+                packed = response.headers.get("content-encoding", "identity")
+                if packed.strip().lower() not in ("identity", *ENCODINGS):
+                    raise http.DecodingError(f"a reply packed as {packed!r}", request=request)
+                body = bytearray()
+                async for piece in response.aiter_bytes(1 << 16):
+                    body += piece
+                    if len(body) > largest:
+                        raise ReplyTooLargeError(
+                            f"sent more than {largest >> 20} MB, which is no reply to a question; "
+                            "is --base-url right?"
+                        )
+            finally:
+                await response.aclose()
+            headers = [
+                (k, v)
+                for k, v in response.headers.multi_items()
+                if k.lower() not in ("content-encoding", "content-length", "transfer-encoding")
+            ]  # it is unpacked
+            return http.Response(
+                response.status_code, headers=headers, content=bytes(body), request=request
+            )
+
+    return Client()
