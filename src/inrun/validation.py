@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from inrun.autocast import Autocast, as_it_was
+from inrun.autocast import Autocast, as_it_was, uncached
 from inrun.errors import ValidationError
 from inrun.recorded import Recorder, filled
 from inrun.sweep import Gradients, Sweep, joined
@@ -228,6 +228,7 @@ class Validator:
                 self._buffers.kept(modules),
                 seeded(0),
                 as_it_was(self.autocast),
+                uncached(),
             ):
                 # a reentrant checkpoint says so when a loss is measured without gradients
                 warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
