@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from inrun.errors import ValidationError
+from inrun.generators import Generators
 
 
 class Batches:
@@ -31,6 +30,7 @@ class Batches:
         self.name, self.source, self.seed = name, source, seed
         self.epoch, self.index = 0, 0
         self._iterator: Iterator[Any] | None = None
+        self._random = Generators(f"drew a batch of target '{name}'")
         self.peek()
 
     def peek(self) -> None:
@@ -52,7 +52,7 @@ class Batches:
     def _next(self) -> Any:
         if self._iterator is None:
             fixed = isinstance(self.source, (list, tuple))  # nothing random about it
-            with nullcontext() if fixed else seeded(self.seed, self.epoch):
+            with nullcontext() if fixed else self._random.seeded(self.seed, self.epoch):
                 self._iterator = iter(self.source)
             for skipped in range(self.index):
                 self._draw(skipped)
@@ -70,7 +70,7 @@ class Batches:
         assert self._iterator is not None
         if isinstance(self.source, (list, tuple)):
             return next(self._iterator, _END)
-        with seeded(self.seed, self.epoch, index + 1):
+        with self._random.seeded(self.seed, self.epoch, index + 1):
             return next(self._iterator, _END)
 
     def state_dict(self) -> dict[str, int]:
@@ -81,27 +81,6 @@ class Batches:
 
 
 _END = object()
-
-
-@contextmanager
-def seeded(*key: int) -> Iterator[None]:
-    """Random states of Python, numpy and torch set by ``key`` inside, and as before outside."""
-    python, array, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    seed = hash(key) % 2**32
-    try:
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.default_generator.manual_seed(seed)
-        if cuda is not None:
-            torch.cuda.manual_seed(seed)
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(array)
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
 
 
 def by_label(
