@@ -52,6 +52,7 @@ class Reached:
 
     def __init__(self, modules: Iterable[nn.Module], loss: Callable[..., Any]) -> None:
         self.spaces: list[tuple[Any, Any]] = []  # containers, and copies of them
+        self.empty: list[dict[str, Any]] = []  # containers without entries
         self.cells: list[tuple[Any, Any]] = []  # closure cells and the tensors in them
         self.names: list[tuple[dict[str, Any], str, Tensor]] = []  # tensors in other namespaces
         self.tensors: dict[int, Tensor] = {}
@@ -80,14 +81,19 @@ class Reached:
             return
         self._seen.add(id(module))
         space = vars(module)
-        hooked = [f for name in _HOOKS if space.get(name) for f in space[name].values()]
-        for f in hooked:
-            self._value(f, 0, inside=True)
+        hooked = any(map(space.get, _HOOKS))
+        if hooked:
+            for f in (f for name in _HOOKS for f in space.get(name, {}).values()):
+                self._value(f, 0, inside=True)
         bare = not hooked and not module._buffers and "forward" not in space
         if type(module) in _STATELESS and bare:
             return
-        for own in (space, module._buffers, module._parameters, module._modules):
-            self.spaces.append((own, dict(own)))
+        self.spaces.append((space, space.copy()))
+        for own in (space["_buffers"], space["_parameters"], space["_modules"]):
+            if own:
+                self.spaces.append((own, own.copy()))
+            else:
+                self.empty.append(own)
         for t in module._buffers.values():
             if t is not None:
                 self._tensor(t)

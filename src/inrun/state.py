@@ -61,12 +61,13 @@ class State:
         self._large: list[tuple[Tensor, int]] = []
         self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
         self._params: list[Tensor] = []
-        self._steps, self._told = 0, False
+        self._steps, self._first, self._told = 0, True, False
 
     @contextmanager
     def kept(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         """As before outside, whatever is written inside."""
         self._note(modules)
+        self._first = True
         try:
             yield
         finally:
@@ -126,12 +127,16 @@ class State:
             torch._foreach_copy_([c for c, _ in stale], [t for _, t in stale])
 
     def rewind(self, last: bool = False) -> None:
-        """Set everything back to how it was before the first pass."""
-        reached = self._reached
-        if reached is None:
+        """Before each pass: set everything back to how it was before the first one."""
+        reached, first = self._reached, self._first
+        self._first = False
+        if reached is None or (first and not last):
             return
         for space, before in reached.spaces:
             _put_back(space, before)
+        for own in reached.empty:
+            if own:
+                own.clear()
         for cell, held in reached.cells:
             if cell.cell_contents is not held:
                 cell.cell_contents = held

@@ -118,7 +118,8 @@ class Validator:
             half = self.autocast is not None and self.autocast[1]
 
             def single(q: int) -> Sequence[Tensor]:
-                return self._gradient(q, weights, record=False)[1]
+                with torch.compiler.set_stance("force_eager"):  # compiling would take longer
+                    return self._gradient(q, weights, record=False)[1]
 
             if self._joining.measure(
                 key, names, params, lambda: self._together(params), single, half
