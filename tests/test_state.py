@@ -4,7 +4,9 @@ import copy
 import functools
 import random
 import threading
+import time
 from collections import deque
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -392,52 +394,59 @@ class Prefetching(threading.Thread):
         assert self.done.wait(10)
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("known", ["before", "at first", "never"])
 def test_a_thread_that_draws_while_a_pass_runs_draws_each_number_once(known):
-    """``known``: a pass ran before the thread began, and drew nothing."""
+    """``known``: when a pass ran in which the thread drew nothing."""
     random.seed(0), np.random.seed(0)
-    expected = [(random.random(), float(np.random.rand())) for _ in range(8)]
+    expected = [(random.random(), float(np.random.rand())) for _ in range(20)]
     random.seed(0), np.random.seed(0)
     thread, begun = Prefetching(), []
 
     def loss(model, batch):
         if thread.is_alive():
             begun.append(True)
-            if known or len(begun) > 1:
+            if known != "at first" or len(begun) > 1:
                 thread.draw()
         return loss_of(model, batch)
 
     model = Plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = torch.utils.data.DataLoader(list(zip(X[30:36], Y[30:36], strict=True)), batch_size=3)
-    with inrun.watch(model, optimizer, validation=loader, loss=loss, audit_every=0) as run:
-        for t in range(9):
-            if t == 0 and not known:
+    rows = list(zip(X[30:36], Y[30:36], strict=True))
+    loader = torch.utils.data.DataLoader(rows, batch_size=3)
+    said = pytest.warns(UserWarning, match="drawn from while inrun ran the validation pass")
+    with (
+        said if known == "never" else nullcontext(),
+        inrun.watch(model, optimizer, validation=loader, loss=loss, audit_every=0) as run,
+    ):
+        for t in range(6):
+            if t == (known == "before"):
                 thread.start()
             with run.batch(range(6)):
                 loss_of(model, (X[:6], Y[:6])).backward()
             optimizer.step()
             optimizer.zero_grad()
-            if t == 0 and known:
-                thread.start()
     thread.over = 1
     thread.turn.set()
     thread.join()
-    assert thread.drawn == expected
+    assert len(thread.drawn) >= 5 and thread.drawn == expected[: len(thread.drawn)]
 
 
-def test_a_generator_that_nobody_can_be_told_to_draw_from_is_left_and_said():
-    """A pass that draws, and never ran without other threads."""
+@pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="no clocks of threads here")
+def test_a_thread_that_waits_is_no_reason_not_to_set_back():
+    """A progress bar's, say."""
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait, daemon=True)
     thread.start()
 
     def drawing(model, batch):
-        return F.cross_entropy(model(batch[0] + random.random()), batch[1])
+        return F.cross_entropy(model(batch[0] + random.random() + np.random.rand()), batch[1])
 
     try:
-        with pytest.warns(UserWarning, match="Python's global random generator was drawn from"):
-            trained(Plain, True, loss=drawing, steps=2)
+        random.seed(0), np.random.seed(0)
+        time.sleep(0.01)  # until it waits
+        before = numbers()
+        trained(Plain, True, loss=drawing, steps=2)
+        assert_same(before[:2], numbers()[:2])
     finally:
         stop.set()
         thread.join()

@@ -3,19 +3,21 @@
 Torch, Python and numpy each have a global generator that the training uses as well. While a batch
 is drawn or a pass runs they are seeded, and set back afterwards. But all threads share them: to set
 one back while another thread draws from it (a prefetching thread that augments images) would let
-that thread draw the same numbers again. So while other threads run, a generator is touched only if
-what runs inside is known to draw from it:
+that thread draw the same numbers again. So where other threads are, it matters who has drawn:
 
-* Whether it does is learned whenever no other thread runs, and at any time from a generator that
-  is found as it was: then nothing inside drew from it.
-* As long as it is not known, torch's generators are set back (losses draw noise from them, threads
-  hardly do), Python's and numpy's are not; if these have moved, that is said once.
+* A generator that has not moved was drawn from by nobody. What runs inside does not use it, so it
+  is not touched again while other threads are there.
+* If one has moved and the other threads took no processor time meanwhile, it was ours.
+* If they did and it is not known from another time, torch's generators are set back (losses draw
+  noise from them, threads hardly do), Python's and numpy's are not, and that is said once.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,9 +27,18 @@ import numpy as np
 import torch
 
 
-def alone() -> bool:
-    """Is this the only thread that runs Python?"""
-    return len(sys._current_frames()) == 1
+def _others() -> dict[int, int | None]:
+    """The other threads that run Python, and the processor time that each has taken."""
+    me = threading.get_ident()
+    return {i: _clock(i) for i in sys._current_frames() if i != me}
+
+
+def _clock(thread: int) -> int | None:
+    """In nanoseconds; None where the system does not tell."""
+    try:  # no thread can end before this, as we hold the interpreter's lock
+        return time.clock_gettime_ns(time.pthread_getcpuclockid(thread))
+    except (AttributeError, OSError):
+        return None
 
 
 class _Source(NamedTuple):
@@ -73,39 +84,38 @@ class Generators:
     @contextmanager
     def seeded(self, *key: int) -> Iterator[None]:
         """Set by ``key`` inside and as before outside, as far as that harms no other thread."""
-        seed, by_myself = hash(key) % 2**32, alone()
+        seed, others = hash(key) % 2**32, _others()
         sources = (*_HOST, _CUDA) if torch.cuda.is_initialized() else _HOST
         held = []
         for source in sources:
             used = self._used.get(source.name)
-            if by_myself or used is not False:
-                state = source.state()
-                if by_myself or used:
-                    source.seed(seed)
-                held.append((source, state, source.state()))
+            if others and used is False:
+                continue
+            state = source.state()
+            if not others or used or source.name in _TORCH:
+                source.seed(seed)
+            held.append((source, state, source.comparable(source.state())))
         try:
             yield
         finally:
+            ours = others == _others() and None not in others.values()
             for source, state, begun in held:
-                now = source.state()
-                drew = source.comparable(now) != source.comparable(begun)
-                self._leave(source, state, drew, by_myself)
+                drew = source.comparable(source.state()) != begun
+                self._leave(source, state, drew, ours)
 
-    def _leave(self, source: _Source, state: Any, drew: bool, by_myself: bool) -> None:
+    def _leave(self, source: _Source, state: Any, drew: bool, ours: bool) -> None:
+        """``ours``: no other thread ran."""
         name, used = source.name, self._used.get(source.name)
-        if by_myself:
+        if not drew or ours:
             self._used[name] = drew or bool(used)
+        if ours or used or name in _TORCH:
             source.put(state)
-        elif used or (drew and name in _TORCH):
-            source.put(state)
-        elif not drew:
-            self._used[name] = False
-        elif not self._told:
+        elif drew and not self._told:
             self._told = True
             warnings.warn(
-                f"{name} global random generator was drawn from while inrun {self._work}, and "
-                "other threads run. If that was done by them, all is well. If the validation loss "
-                "or its data draw from it, the training's random numbers are not those without "
-                "inrun: give them a generator of their own.",
+                f"{name} global random generator was drawn from while inrun {self._work} and "
+                "other threads ran. If they did it, all is well. If the validation loss or its "
+                "data draw from it, the training's random numbers are not those without inrun: "
+                "give them a generator of their own.",
                 stacklevel=2,
             )

@@ -61,13 +61,13 @@ class State:
         self._large: list[tuple[Tensor, int]] = []
         self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
         self._params: list[Tensor] = []
-        self._steps, self._first, self._told = 0, True, False
+        self._steps, self._clean, self._told = 0, True, False
 
     @contextmanager
     def kept(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         """As before outside, whatever is written inside."""
         self._note(modules)
-        self._first = True
+        self._clean = True
         try:
             yield
         finally:
@@ -80,7 +80,7 @@ class State:
     def one_pass(self, model: nn.Module) -> Iterator[None]:
         """Around a forward pass: one that writes to a parameter in place is refused. The weights
         are those of the training, or of a point of the path that other passes share."""
-        before = [p._version for p in self._params]
+        before, self._clean = [p._version for p in self._params], False
         yield
         after = [p._version for p in self._params]
         if after != before:
@@ -92,6 +92,10 @@ class State:
                 "the training. Let the forward pass write to it only if self.training, or project "
                 "the weights after optimizer.step() instead."
             )
+
+    def replayed(self) -> None:
+        """A pass ran that may have been the replay of a recording."""
+        self._clean = False
 
     def fingerprint(self) -> tuple[Any, ...]:
         """Of the state that is no parameter: see ``Reached.fingerprint``."""
@@ -128,10 +132,10 @@ class State:
 
     def rewind(self, last: bool = False) -> None:
         """Before each pass: set everything back to how it was before the first one."""
-        reached, first = self._reached, self._first
-        self._first = False
-        if reached is None or (first and not last):
+        reached = self._reached
+        if reached is None or (self._clean and not last):
             return
+        self._clean = True
         for space, before in reached.spaces:
             _put_back(space, before)
         for own in reached.empty:

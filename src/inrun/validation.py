@@ -96,11 +96,7 @@ class Validator:
             return [float(self._loss_of(q)) for q in range(len(self.targets))]
 
     def _loss_of(self, q: int) -> Tensor:
-        found = []
-        for weight, batch in self._parts(q):
-            self._state.rewind()
-            found.append(weight * self._loss(q, batch).double())
-        return torch.stack(found).sum()
+        return torch.stack([w * self._loss(q, b).double() for w, b in self._parts(q)]).sum()
 
     def groups(self, params: Mapping[str, Tensor], verify: bool) -> list[list[int]]:
         """Targets whose gradients are taken in one pass: all of them, or each on its own.
@@ -159,6 +155,14 @@ class Validator:
                 rows = max(_rows(b) or 0 for b in self._batches[q])
                 if min(rows, self.chunk or rows) <= 1:
                     raise
+                if self.chunk is None:
+                    warnings.warn(
+                        f"a validation batch of {rows} rows does not fit into the GPU's memory and "
+                        "is processed in chunks of rows. That is right for a loss that is a mean "
+                        "over rows, not for one that weighs rows or tokens by the whole batch "
+                        "(class weights, ignored labels): use smaller validation batches then",
+                        stacklevel=8,
+                    )
                 self.chunk = (min(rows, self.chunk or rows) + 1) // 2
                 torch.cuda.empty_cache()
 
@@ -181,6 +185,7 @@ class Validator:
                     if record and len(parts) == 1 and not self._reentrant:
                         how = (weight * scale, self.autocast)
                         loss, new = self._recorder.run(compute, batch, params, self.modules, how)
+                        self._state.replayed()
                     else:
                         loss, new = filled(compute(batch, params), params)
                     total = total + loss.double() * weight
@@ -227,6 +232,8 @@ class Validator:
                 yield n / rows / len(batches), _slice(batch, start, n, rows)
 
     def _loss(self, q: int, batch: Any) -> Tensor:
+        if not torch.cuda.is_current_stream_capturing():  # a recording holds the pass alone
+            self._state.rewind()
         return self._run(q, fresh(batch))
 
     def _run(self, q: int, batch: Any) -> Tensor:
