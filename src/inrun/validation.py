@@ -20,7 +20,7 @@ from inrun.copies import fresh
 from inrun.errors import ValidationError
 from inrun.generators import Generators
 from inrun.joining import Joining
-from inrun.recorded import Recorder, filled
+from inrun.recorded import Recorder, filled, recording
 from inrun.state import State
 from inrun.sweep import Gradients, Sweep, joined
 from inrun.targets import Batches
@@ -232,7 +232,7 @@ class Validator:
                 yield n / rows / len(batches), _slice(batch, start, n, rows)
 
     def _loss(self, q: int, batch: Any) -> Tensor:
-        if not torch.cuda.is_current_stream_capturing():  # a recording holds the pass alone
+        if not recording():  # a recording holds the pass alone
             self._state.rewind()
         return self._run(q, fresh(batch))
 
