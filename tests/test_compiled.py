@@ -727,7 +727,7 @@ def test_nothing_is_compiled_again_once_it_is_warm(targets):
     assert not counters["graph_break"]
     assert_compiled(run)
     if targets > 1:
-        assert run._validator._sweep.verified
+        assert run._validator._joining.verified
         assert not run._validator._sweep._capture._eager_only
 
 
@@ -768,4 +768,4 @@ def test_many_targets_of_a_compiled_model(targets):
     data = {f"t{q}": [DATA[2 * q : 2 * q + 2]] for q in range(targets)}
     plain, compiled = both(first, validation=None, targets=data)
     assert_same(plain, compiled)
-    assert compiled._validator._sweep.verified
+    assert compiled._validator._joining.verified

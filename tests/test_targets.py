@@ -12,8 +12,9 @@ from torch import nn
 
 import inrun
 from inrun import contraction, groups
+from inrun.joining import Joining
 from inrun.ops.records import Lookup
-from inrun.sweep import Sweep, joined
+from inrun.sweep import joined
 from zoo import GPT, ZOO, V
 
 IDS = torch.randint(0, V, (60, 5), generator=torch.Generator().manual_seed(1))
@@ -88,8 +89,8 @@ def assert_as_apart(first, data, loss, targets, together=True, said=False, rtol=
     """One run with all targets against one run for each. ``said``: that they are not joined."""
     with refused() if said else nullcontext():
         run = trained(first, data, loss, targets, **options)
-    sweep = run._validator._sweep
-    used = run._validator._sizes is not None and sweep.allowed and sweep.verified
+    joining = run._validator._joining
+    used = run._validator._joint is not None and joining.verified
     assert used == together
     for name, batches in targets.items():
         one = trained(first, data, loss, {name: batches}, **options)
@@ -520,7 +521,7 @@ def test_nothing_of_the_training_is_touched():
             grads += [c for _, c in held]
             opt.zero_grad()
         if run is not None:
-            assert run._validator._sweep.verified
+            assert run._validator._joining.verified
             run.close()
         states = [torch.get_rng_state(), torch.tensor(random.getstate()[1])]
         states += [torch.tensor(np.random.get_state()[1].astype(np.int64))]
@@ -541,21 +542,27 @@ def test_hooks_of_the_pass_are_gone():
 
 
 def test_joining():
-    sweep = Sweep(nn.Linear(1, 1), 0)
+    joining = Joining(0)
+
+    def sizes(drawn):
+        found = joining.join(drawn)
+        return None if found is None else found[0]
+
     x = torch.zeros(2, 3)
-    assert sweep.join([[x], [x, x]]) == [2, 4]
-    assert sweep.join([[x]]) is None, "one target"
-    assert sweep.join([[x], [x.float()]]) is None, "another type"
-    assert sweep.join([[x], [torch.zeros(2, 4)]]) is None, "another width"
-    assert sweep.join([[x, x[:1]], [x]]) is None, "a mean of means"
-    assert sweep.join([[(x, x[:1])], [(x, x[:1])]]) is None, "which are the rows?"
-    assert Sweep(nn.Linear(1, 1), 1).join([[x], [x]]) is None, "another dimension"
+    assert sizes([[x], [x, x]]) == [2, 4]
+    assert sizes([[x]]) is None, "one target"
+    assert sizes([[x], [x.float()]]) is None, "another type"
+    assert sizes([[x], [torch.zeros(2, 4)]]) is None, "another width"
+    assert sizes([[x, x[:1]], [x]]) is None, "a mean of means"
+    assert sizes([[(x, x[:1])], [(x, x[:1])]]) is None, "which are the rows?"
+    assert sizes([[(x, object)], [(x, object)]]) is None, "what may differ in them?"
+    assert Joining(1).join([[x], [x]]) is None, "another dimension"
     both = joined([{"x": x, "n": 3}, {"x": x[:1], "n": 3}])
     assert both["x"].shape == (3, 3) and both["n"] == 3
 
 
-def test_many_targets_are_verified_on_some_of_them():
-    """As many forward passes as targets would take longer than the run's first steps."""
+def test_every_target_is_measured_once():
+    """The others say nothing of a target: its rows may have other weights."""
     first, data, loss = mlp()
     calls = []
 
@@ -563,15 +570,15 @@ def test_many_targets_are_verified_on_some_of_them():
         calls.append(len(batch[0]))
         return loss(model, batch)
 
-    targets = {f"t{q}": [cut(data, q % 50, 1)] for q in range(200)}
-    run = trained(first, data, loss, targets, steps=1, val_loss=counted)
-    assert run._validator._sweep.verified
-    assert sum(n == 1 for n in calls) <= 64 and max(calls) == 200
-    one = trained(first, data, loss, {"t": targets["t137"]}, steps=1)
-    assert np.allclose(run.history()["t137"], one.history()["value"], rtol=1e-9)
+    targets = {f"t{q}": [cut(data, q % 50, 1)] for q in range(70)}
+    run = trained(first, data, loss, targets, steps=3, val_loss=counted)
+    assert run._validator._joining.verified
+    assert calls.count(1) == 70 and calls.count(70) == 4, "then it is one pass for each step"
+    one = trained(first, data, loss, {"t": targets["t37"]}, steps=3)
+    assert np.allclose(run.history()["t37"], one.history()["value"], rtol=1e-9)
     with refused():
         run = trained(first, data, loss, targets, steps=1, val_loss=summed)
-    assert not run._validator._sweep.allowed, "a sum is no mean, on some of them too"
+    assert not run._validator._joining.allowed
 
 
 def test_values_are_contracted_in_full_precision_under_autocast(monkeypatch):
@@ -656,14 +663,14 @@ def test_a_derivative_that_is_zero(sign):
 
 def test_a_loss_that_is_not_finite_decides_nothing():
     first, data, loss = mlp()
-    factor = iter([float("nan")] * 7 + [1.0] * 100)  # three losses, one joined, three passes
+    factor = iter([float("nan")] * 7 + [1.0] * 100)  # one joined, three alone, three passes
 
     def at_first(model, batch):
         return loss(model, batch) * next(factor)
 
     run = trained(first, data, loss, equal(data), val_loss=at_first)
     assert run.steps()["void"].notna().tolist() == [True, False, False]
-    assert run._validator._sweep.verified
+    assert run._validator._joining.verified
 
 
 def test_estimators_at_one_point_share_the_gradients(monkeypatch):
@@ -676,16 +683,17 @@ def test_estimators_at_one_point_share_the_gradients(monkeypatch):
     names = ["tangent", "sgd", "secant"]
     trained(first, data, loss, equal(data), steps=1, estimator=names)
     params = [k for k, _ in first.named_parameters()]
-    assert sorted(formed) == sorted(2 * params), "once at the weights, once at the midpoint"
+    measured = 3 * params  # each target once, to see that they can be joined
+    assert sorted(formed) == sorted(measured + 2 * params), "at the weights and at the midpoint"
 
 
 def test_lists_are_drawn_without_touching_random_states(monkeypatch):
     from inrun import targets as module
 
-    def never(*key):
+    def never(self, *key):
         raise AssertionError("nothing random about a list")
 
-    monkeypatch.setattr(module, "seeded", never)
+    monkeypatch.setattr(module.Generators, "seeded", never)
     batches = module.Batches("t", [1, 2], 0)
     assert batches.take(5) == [1, 2, 1, 2, 1]
     assert batches.state_dict() == {"epoch": 2, "index": 1}

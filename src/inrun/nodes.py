@@ -24,6 +24,7 @@ from inrun.arguments import Spec
 from inrun.autocast import Autocast, as_it_was, current
 from inrun.layout import name_of
 from inrun.ops import embedding
+from inrun.ops.again import run_again
 from inrun.ops.derivative import along, backward_twice, each
 
 
@@ -158,6 +159,6 @@ def _evaluate(node: Node, inputs: Mapping[str, Tensor], done: dict[int, Tensor])
         leaves = [_evaluate(x, inputs, done) if isinstance(x, Node) else x for x in node.leaves]
         args, kwargs = node.spec.unflatten(leaves)
         with as_it_was(node.autocast):
-            out = node.func(*args, **kwargs)
+            out = run_again(node.func, args, kwargs)
         done[id(node)] = out if node.index is None else tree_flatten(out)[0][node.index]
     return done[id(node)]

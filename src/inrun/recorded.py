@@ -183,6 +183,11 @@ def _as_if_recording() -> Iterator[None]:
 _ONE_AT_A_TIME = threading.Lock()
 
 
+def recording() -> bool:
+    """Are kernels being recorded now? (A build of torch without CUDA cannot be asked.)"""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 @contextmanager
 def twins(modules: Sequence[nn.Module], weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """The modules with other parameters in the place of these, in the same memory.

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from inrun.errors import ValidationError
+from inrun.generators import Generators
 
 
 class Batches:
@@ -27,6 +26,7 @@ class Batches:
         self.name, self.source, self.seed = name, source, seed
         self.epoch, self.index = 0, 0
         self._iterator: Iterator[Any] | None = None
+        self._random = Generators(f"drew a batch of target '{name}'")
         self.peek()
 
     def peek(self) -> None:
@@ -48,7 +48,7 @@ class Batches:
     def _next(self) -> Any:
         if self._iterator is None:
             fixed = isinstance(self.source, (list, tuple))  # nothing random about it
-            with nullcontext() if fixed else seeded(self.seed, self.epoch):
+            with nullcontext() if fixed else self._random.seeded(self.seed, self.epoch):
                 self._iterator = iter(self.source)
             for skipped in range(self.index):
                 self._draw(skipped)
@@ -66,7 +66,7 @@ class Batches:
         assert self._iterator is not None
         if isinstance(self.source, (list, tuple)):
             return next(self._iterator, _END)
-        with seeded(self.seed, self.epoch, index + 1):
+        with self._random.seeded(self.seed, self.epoch, index + 1):
             return next(self._iterator, _END)
 
     def state_dict(self) -> dict[str, int]:
@@ -150,27 +150,6 @@ def _line(error: Exception) -> str:
 
 
 _END = object()
-
-
-@contextmanager
-def seeded(*key: int) -> Iterator[None]:
-    """Random states of Python, numpy and torch set by ``key`` inside, and as before outside."""
-    python, array, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    seed = hash(key) % 2**32
-    try:
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.default_generator.manual_seed(seed)
-        if cuda is not None:
-            torch.cuda.manual_seed(seed)
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(array)
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
 
 
 def by_label(

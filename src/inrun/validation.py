@@ -15,14 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from inrun.autocast import Autocast, as_it_was
+from inrun.autocast import Autocast, as_it_was, uncached
+from inrun.copies import fresh
 from inrun.errors import ValidationError
-from inrun.recorded import Recorder, filled
+from inrun.generators import Generators
+from inrun.joining import Joining
+from inrun.recorded import Recorder, filled, recording
+from inrun.state import State
 from inrun.sweep import Gradients, Sweep, joined
-from inrun.targets import Batches, seeded
+from inrun.targets import Batches
 
 Loss = Callable[[nn.Module, Any], Tensor]
-_VERIFIED = 64  # targets, spread evenly, that are measured one by one when joining is verified
 
 
 def model_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -70,17 +73,17 @@ class Validator:
         self._batches: list[list[Any]] = []
         self._reentrant = False
         self.modules = list(model.modules())
-        self._buffers = Buffers()
-        self._sweep = Sweep(model, batch_dim)
+        self._state, self._random = State(self.loss), Generators("ran the validation pass")
+        self._sweep, self._joining = Sweep(model), Joining(batch_dim)
         self._recorder = Recorder(self.loss)
-        self._sizes: list[int] | None = None  # rows of each target, where they are joined
+        self._joint: tuple[list[int], Any] | None = None  # see Joining.join
 
     def draw(self) -> None:
         """Move every target on to its next ``per_step`` batches."""
         device = next(self.model.parameters()).device
         drawn = [t.take(self.per_step) for t in self.targets]
         half = self.autocast is not None and self.autocast[1] and self.autocast[2] == torch.float16
-        self._sizes = None if self.chunk is not None or half else self._sweep.join(drawn)
+        self._joint = None if self.chunk is not None or half else self._joining.join(drawn)
 
         def move(x: Any) -> Any:
             return x.to(device, non_blocking=True) if isinstance(x, Tensor) else x
@@ -100,18 +103,33 @@ class Validator:
 
         ``verify``: measure again whether one pass for all is right.
         """
-        together = list(range(len(self.targets)))
-        if self._sizes is not None and (verify or not self._sweep.verified):
-            some = together[:: -(-len(together) // _VERIFIED)]
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                single = [self._loss_of(q) for q in some]
-            sizes = [self._sizes[q] for q in some]
-            if not self._sweep.verify(lambda: self._joined_loss(some), single, sizes, params):
-                self._sizes = None
-        return [together] if self._sizes is not None else [[q] for q in together]
+        together, apart = list(range(len(self.targets))), [[q] for q in range(len(self.targets))]
+        if self._joint is None:
+            return apart
+        key = (self._joint[1], self._state.fingerprint(), self.autocast)
+        if self._joining.known(key) and not verify:
+            return [together]
+        if self._joining.worth_measuring(key):
+            names, weights = [t.name for t in self.targets], list(params.values())
+            half = self.autocast is not None and self.autocast[1]
 
-    def _joined_loss(self, group: Sequence[int]) -> Tensor:
-        return self._loss(0, joined([b for q in group for b in self._batches[q]]))
+            def single(q: int) -> Sequence[Tensor]:
+                with torch.compiler.set_stance("force_eager"):  # compiling would take longer
+                    return self._gradient(q, weights, record=False)[1]
+
+            if self._joining.measure(
+                key, names, params, lambda: self._together(params), single, half
+            ):
+                return [together]
+        self._joint = None
+        return apart
+
+    def _together(self, params: Mapping[str, Tensor]) -> Gradients:
+        """All targets in one pass."""
+        assert self._joint is not None
+        batch = joined([b for batches in self._batches for b in batches])
+        self._state.rewind()
+        return self._sweep.run(lambda: self._run(0, batch), self._joint[0], params)
 
     def gradients(
         self, group: Sequence[int], params: Mapping[str, Tensor], keep: bool
@@ -121,8 +139,7 @@ class Validator:
         ``keep``: they are to outlast the next pass, which may be a replay into the same memory.
         """
         if len(group) > 1:
-            assert self._sizes is not None
-            return self._sweep.run(lambda: self._joined_loss(group), self._sizes, params)
+            return self._together(params)
         loss, grads = self._in_chunks(group[0], list(params.values()))
         if keep:
             loss, grads = loss.clone(), [g.clone() for g in grads]
@@ -138,10 +155,20 @@ class Validator:
                 rows = max(_rows(b) or 0 for b in self._batches[q])
                 if min(rows, self.chunk or rows) <= 1:
                     raise
+                if self.chunk is None:
+                    warnings.warn(
+                        f"a validation batch of {rows} rows does not fit into the GPU's memory and "
+                        "is processed in chunks of rows. That is right for a loss that is a mean "
+                        "over rows, not for one that weighs rows or tokens by the whole batch "
+                        "(class weights, ignored labels): use smaller validation batches then",
+                        stacklevel=8,
+                    )
                 self.chunk = (min(rows, self.chunk or rows) + 1) // 2
                 torch.cuda.empty_cache()
 
-    def _gradient(self, q: int, params: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def _gradient(
+        self, q: int, params: Sequence[Tensor], record: bool = True
+    ) -> tuple[Tensor, list[Tensor]]:
         # float16 gradients vanish or overflow without a scale: the largest that stays finite
         half = self.autocast is not None and self.autocast[1] and self.autocast[2] == torch.float16
         for scale in (2.0**16, 2.0**10, 2.0**4, 1.0) if half else (1.0,):
@@ -154,9 +181,11 @@ class Validator:
                     def compute(b: Any, w: Sequence[Tensor], by: float = weight * scale) -> Any:
                         return self._differentiate(q, b, by, w)
 
-                    if len(parts) == 1 and not self._reentrant:
+                    self._state.rewind()
+                    if record and len(parts) == 1 and not self._reentrant:
                         how = (weight * scale, self.autocast)
                         loss, new = self._recorder.run(compute, batch, params, self.modules, how)
+                        self._state.replayed()
                     else:
                         loss, new = filled(compute(batch, params), params)
                     total = total + loss.double() * weight
@@ -203,7 +232,14 @@ class Validator:
                 yield n / rows / len(batches), _slice(batch, start, n, rows)
 
     def _loss(self, q: int, batch: Any) -> Tensor:
-        loss = self.loss(self.model, batch)
+        if not recording():  # a recording holds the pass alone
+            self._state.rewind()
+        return self._run(q, fresh(batch))
+
+    def _run(self, q: int, batch: Any) -> Tensor:
+        """The loss of a batch that the pass may write to."""
+        with self._state.one_pass(self.model):
+            loss = self.loss(self.model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = (
                 f"a tensor of shape {tuple(loss.shape)}"
@@ -225,9 +261,10 @@ class Validator:
             _set_training(modules, [False] * len(modules))
             with (
                 warnings.catch_warnings(),
-                self._buffers.kept(modules),
-                seeded(0),
+                self._state.kept(modules),
+                self._random.seeded(0),
                 as_it_was(self.autocast),
+                uncached(),
             ):
                 # a reentrant checkpoint says so when a loss is measured without gradients
                 warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
@@ -239,6 +276,7 @@ class Validator:
         """Let go of device memory and of the model."""
         self._recorder.close()
         self._sweep.close()
+        self._state.close()
 
     def state_dict(self) -> dict[str, Any]:
         return {t.name: t.state_dict() for t in self.targets}
@@ -255,41 +293,6 @@ def _set_training(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
             vars(module)["training"] = mode
         else:  # a compiled module has it elsewhere
             module.training = mode
-
-
-class Buffers:
-    """Puts back what a forward pass in evaluation mode writes into the model's buffers.
-
-    Few models do that. The first time all buffers are copied; after that only those that were
-    written to.
-    """
-
-    def __init__(self) -> None:
-        self._written: set[tuple[int, str]] | None = None
-
-    @contextmanager
-    def kept(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        before = [
-            (module, name, t, t._version, self._copy(module, name, t))
-            for module in modules
-            for name, t in module._buffers.items()
-            if t is not None
-        ]
-        written = self._written or set()
-        try:
-            yield
-        finally:
-            for module, name, t, version, copy in before:
-                module._buffers[name] = t
-                if t._version != version:
-                    written.add((id(module), name))
-                    if copy is not None:
-                        t.data.copy_(copy)
-            self._written = written
-
-    def _copy(self, module: nn.Module, name: str, t: Tensor) -> Tensor | None:
-        wanted = self._written is None or (id(module), name) in self._written
-        return t.detach().clone() if wanted else None
 
 
 def _times(loss: Tensor, factor: float) -> Tensor:

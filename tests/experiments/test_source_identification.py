@@ -149,7 +149,7 @@ def test_queries_of_different_lengths_share_one_pass():
     with inrun.watch(language.model, optimizer, targets=targets, **scores.WATCHED) as run:
         scores.backward(run, language.model, rows, torch.arange(8))
         optimizer.step()
-        assert run._validator._sweep.verified and run._validator._sizes is not None
+        assert run._validator._joining.verified and run._validator._joint is not None
         assert set(run.coverage()["status"]) == {"scored"}
 
 

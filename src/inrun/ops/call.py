@@ -18,6 +18,7 @@ from inrun.arguments import Spec
 from inrun.autocast import Autocast, as_it_was
 from inrun.layout import Layout, name_of, to_rows
 from inrun.ops import cost
+from inrun.ops.again import run_again
 from inrun.ops.blocks import Blocks
 from inrun.ops.records import Aligned, Dense, Record, Replay, wide_type
 
@@ -114,7 +115,7 @@ class Call:
         leaves[leaf] = value
         args, kwargs = self.spec.unflatten(leaves)
         with as_it_was(self.autocast or (value.device.type, False, torch.bfloat16)):
-            return self.func(*args, **kwargs)
+            return run_again(self.func, args, kwargs)
 
 
 RuleFunction = Callable[[Call, Tensor], Iterator[tuple[Any, Record]]]

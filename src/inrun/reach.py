@@ -1,0 +1,208 @@
+"""What a validation pass may write to: everything it can reach from the model and the loss.
+
+From every module: buffers, plain tensors, numbers and other attributes, containers and objects that
+hold such, hooks. From the loss function: the heads, criteria, tensors and generators that its
+closure, its defaults, the globals that it names or the object that it is a method of hold. (Its
+other belongings, a list of losses for example, are left to it. They may be the work of other
+threads, too.)
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+_DEPTH = 4  # containers and objects inside each other, from a module or a function on
+_LARGEST = 4096  # entries of a container whose entries are looked at
+_PLAIN = frozenset([int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device])
+_NOTHING = _PLAIN | {torch.Size, type, types.ModuleType, types.BuiltinFunctionType, slice, range}
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Their forward pass writes to nothing, and they hold nothing but parameters and plain values.
+_STATELESS = frozenset([
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Dropout,
+    nn.ReLU, nn.GELU, nn.Tanh, nn.SiLU, nn.Sigmoid, nn.Softmax, nn.Identity, nn.Sequential,
+    nn.ModuleList, nn.ModuleDict, nn.Flatten, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
+    nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder,
+])  # fmt: skip
+# Not state of the model, or the affair of other threads and libraries.
+_ALIEN = (Optimizer, LRScheduler, Dataset, DataLoader, Sampler)
+_LIBRARIES = frozenset(["torch", "numpy", "inrun", "logging", "threading", "_thread", "asyncio",
+                        "concurrent", "tqdm", "weakref", "functools", "tokenizers", "datasets",
+                        "lightning", "pytorch_lightning", "lightning_fabric", "accelerate",
+                        "wandb", "deepspeed"])  # fmt: skip
+_SHARED = (random._inst, np.random.mtrand._rand)  # generators.py has them
+Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+
+
+class Reached:
+    """The result: see the attributes."""
+
+    def __init__(self, modules: Iterable[nn.Module], loss: Callable[..., Any]) -> None:
+        self.spaces: list[tuple[Any, Any]] = []  # containers, and copies of them
+        self.empty: list[dict[str, Any]] = []  # containers without entries
+        self.cells: list[tuple[Any, Any]] = []  # closure cells and the tensors in them
+        self.names: list[tuple[dict[str, Any], str, Tensor]] = []  # tensors in other namespaces
+        self.tensors: dict[int, Tensor] = {}
+        self.statistics: set[int] = set()  # of normalisations, among the tensors
+        self.plain: list[Any] = []  # values that the loss refers to
+        self.generators: list[Any] = []
+        self.arrays: list[np.ndarray] = []
+        self._seen: set[int] = set(map(id, _SHARED))
+        for module in modules:
+            self._module(module)
+        self._value(loss, 0, inside=False)
+
+    def fingerprint(self) -> tuple[Any, ...]:
+        """Changes whenever a plain value changes, or a tensor other than parameters and the
+        statistics of normalisations is written to."""
+        plain = [
+            tuple((k, v) for k, v in copy.items() if type(v) in _PLAIN and k != "training")
+            for space, copy in self.spaces
+            if type(space) is dict
+        ]
+        own = [(i, t._version) for i, t in self.tensors.items() if i not in self.statistics]
+        return tuple(x for x in plain if x), tuple(self.plain), tuple(own)
+
+    def _module(self, module: nn.Module) -> None:
+        if id(module) in self._seen:
+            return
+        self._seen.add(id(module))
+        space = vars(module)
+        hooked = any(map(space.get, _HOOKS))
+        if hooked:
+            for f in (f for name in _HOOKS for f in space.get(name, {}).values()):
+                self._value(f, 0, inside=True)
+        bare = not hooked and not module._buffers and "forward" not in space
+        if type(module) in _STATELESS and bare:
+            return
+        self.spaces.append((space, space.copy()))
+        for own in (space["_buffers"], space["_parameters"], space["_modules"]):
+            if own:
+                self.spaces.append((own, own.copy()))
+            else:
+                self.empty.append(own)
+        for t in module._buffers.values():
+            if t is not None:
+                self._tensor(t)
+                if isinstance(module, _NormBase):
+                    self.statistics.add(id(t))
+        for name, x in space.items():
+            if name not in _OF_EVERY_MODULE and type(x) not in _NOTHING:
+                self._value(x, 0, inside=True)
+        if space.get("max_norm") is not None:  # an embedding whose forward pass shortens its rows
+            for p in module._parameters.values():
+                if p is not None and not p.requires_grad:
+                    self.tensors[id(p)] = p
+
+    def _tensor(self, t: Tensor) -> None:
+        if isinstance(t, nn.Parameter) or t.requires_grad or t.layout != torch.strided:
+            return
+        if not t.is_meta and not t.is_inference():
+            self.tensors[id(t)] = t
+
+    def _value(self, x: Any, depth: int, inside: bool) -> None:
+        """``inside``: it belongs to a module."""
+        kind = type(x)
+        if kind in _NOTHING or id(x) in self._seen or depth > _DEPTH:
+            return
+        if isinstance(x, Tensor):
+            self._tensor(x)
+            return
+        if isinstance(x, nn.Module):
+            for module in x.modules():
+                self._module(module)
+            return
+        self._seen.add(id(x))
+        if isinstance(x, Generator):
+            self.generators.append(x)
+        elif isinstance(x, np.ndarray):
+            self.arrays.append(x)
+        elif kind in (dict, OrderedDict, defaultdict, list, set, deque):
+            self._container(x, depth, inside)
+        elif isinstance(x, tuple):
+            self._each(x, depth, inside)
+        elif isinstance(x, types.FunctionType):
+            self._function(x, depth, inside)
+        elif isinstance(x, types.MethodType):
+            self._value(x.__func__, depth, inside)
+            self._value(x.__self__, depth, inside)
+        elif isinstance(x, functools.partial):
+            self._each((x.func, *x.args, *x.keywords.values()), depth, inside)
+        else:
+            self._object(x, depth, inside)
+
+    def _container(self, x: Any, depth: int, inside: bool) -> None:
+        if inside:
+            self.spaces.append((x, x.copy()))
+        elif isinstance(x, dict):
+            self._names(x)
+        self._each(x.values() if isinstance(x, dict) else x, depth, inside)
+
+    def _names(self, space: dict[str, Any]) -> None:
+        self.names.extend((space, k, x) for k, x in space.items() if isinstance(x, Tensor))
+        self.plain.extend((k, x) for k, x in space.items() if type(x) in _PLAIN)
+
+    def _each(self, xs: Iterable[Any], depth: int, inside: bool) -> None:
+        values = list(xs)
+        if len(values) <= _LARGEST:
+            for x in values:
+                if type(x) not in _NOTHING:
+                    self._value(x, depth + 1, inside)
+
+    def _function(self, f: types.FunctionType, depth: int, inside: bool) -> None:
+        if (f.__module__ or "").split(".")[0] in _LIBRARIES:
+            return
+        for cell in f.__closure__ or ():
+            try:
+                held = cell.cell_contents
+            except ValueError:  # not filled yet
+                continue
+            if isinstance(held, Tensor):
+                self.cells.append((cell, held))
+            elif type(held) in _PLAIN:
+                self.plain.append(held)
+            self._value(held, depth + 1, inside)
+        space = f.__globals__
+        for name in names_of(f.__code__):
+            if name in space and type(x := space[name]) not in (types.ModuleType, type):
+                if isinstance(x, Tensor):
+                    self.names.append((space, name, x))
+                elif type(x) in _PLAIN:
+                    self.plain.append((name, x))
+                self._value(x, depth + 1, inside)
+        self._each((*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()), depth, inside)
+
+    def _object(self, x: Any, depth: int, inside: bool) -> None:
+        library = (type(x).__module__ or "").split(".")[0]
+        if isinstance(x, _ALIEN) or not hasattr(x, "__dict__"):
+            return
+        if library in _LIBRARIES and not isinstance(x, torch.autocast):
+            return
+        space = vars(x)
+        if isinstance(space, types.MappingProxyType):  # a class
+            return
+        if inside or isinstance(x, torch.autocast):
+            self.spaces.append((space, dict(space)))
+        else:
+            self._names(space)
+        self._each(space.values(), depth, inside)
+
+
+@functools.lru_cache(maxsize=1024)
+def names_of(code: types.CodeType) -> tuple[str, ...]:
+    """Names that the code and functions inside it look up."""
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return tuple(dict.fromkeys((*code.co_names, *(n for c in inner for n in names_of(c)))))
