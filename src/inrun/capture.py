@@ -14,7 +14,7 @@ per-example gradients of a weight are formed anyway, its gradient is their sum
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,17 +22,18 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
+from inrun.anchors import Entry, Exit
 from inrun.arguments import flatten, present
 from inrun.autocast import Autocast, current
 from inrun.compiled import Backend
-from inrun.errors import nothing_recorded, refusal
-from inrun.layout import Layout, in_place, name_of, tensors_in
+from inrun.errors import nothing_recorded, refusal, unproven_rows
+from inrun.layout import MIXED, Layout, Lost, in_place, name_of, tensors_in
 from inrun.meeting import apart, has_pure_form, operate, prepare, shapes_suffice, summed_leaves
 from inrun.mode import Mode
 from inrun.nodes import Node
 from inrun.ops import Call, Form, Record, op_rule, replay
 from inrun.ops.blocks import Blocks
-from inrun.provenance import CONSTANT, OUTSIDE, UNKNOWN, Provenance
+from inrun.provenance import CONSTANT, OUTSIDE, Provenance
 from inrun.recall import Followed, Met, Recall, tensors_of
 from inrun.tap import (
     MicroBatch,
@@ -99,25 +100,44 @@ class Capture(Provenance):
         self._eager_only, self._backend = False, Backend(self)
         self._mode = Mode(self.call)
         self._hooks: list[Any] = []
+        self._entry_hooks = self._hooked(self.modules[:1])
+        self._unsettled_entries = True  # which modules does the loop call itself?
 
     @contextmanager
     def batch(self, B: int) -> Iterator[MicroBatch]:
         """Record the operations run inside, for B examples."""
         self.live = MicroBatch(B)
         self._forget_tensors()
+        entries = self.modules[1:] if self._unsettled_entries else self.entries
+        hooks = self._hooked([m for m in entries if m is not self.modules[0]])
+        self.entries = set()
         try:
             with self.blocks.undone_if_it_fails(), self._stance(), self._mode:
                 yield self.live
+            self._unsettled_entries = not self.entries
             if not self.live.fired:
                 raise nothing_recorded(
                     self.live.B, self.batch_dim, [] if self.live.met else self._shapes
                 )
         finally:
             self.live = None
-            for handle in self._hooks:
+            for handle in self._hooks + hooks:
                 handle.remove()
             self._hooks = []
             self._forget_tensors()
+
+    def _hooked(self, modules: Iterable[nn.Module]) -> list[Any]:
+        """Tell us when the loop calls one of these (anchors.py)."""
+        hooks: list[Any] = []
+        for module in modules:
+            hooks.append(module.register_forward_pre_hook(Entry(self), with_kwargs=True))
+            hooks.append(module.register_forward_hook(Exit(self), always_call=True))
+        return hooks
+
+    def refuse_unproven(self) -> None:
+        """An input was taken for one row per example because of its length alone."""
+        if unproven := self.claims.unproven():
+            raise unproven_rows(unproven)
 
     def _stance(self) -> Any:
         """What is compiled goes through our backend, or runs eagerly where it cannot."""
@@ -126,6 +146,8 @@ class Capture(Provenance):
         return torch.compiler.set_stance("default", force_backend=self._backend)
 
     def close(self) -> None:
+        for handle in self._entry_hooks:
+            handle.remove()
         self._backend.close()
         self._recall = Recall(self._find)
         self.blocks.free()
@@ -172,8 +194,8 @@ class Capture(Provenance):
         return self._find(t)
 
     def note(self, t: Tensor, info: Any) -> None:
-        if type(info) is Layout or info is UNKNOWN:
-            self._remember(t, info if type(info) is Layout else None)
+        if type(info) in (Layout, Lost) or info is MIXED:
+            self._remember(t, info)
         else:
             self._info[t] = info
 
@@ -203,7 +225,9 @@ class Capture(Provenance):
         tensors = tensors_in(args, kwargs)
         infos = [self._find(t) for t in tensors]
         parametric = any(type(x) is Node for x in infos)
-        batched = any(type(x) is Layout or x is UNKNOWN for x in infos)
+        if parametric and not self._any_batched(infos):
+            infos = self._anchor_operands(func, tensors, infos)
+        batched = self._any_batched(infos)
         if parametric and torch.is_grad_enabled() and name_of(func) == "setitem":
             return self._write_parameter(func, args, batched)
         if parametric and batched and torch.is_grad_enabled():
@@ -213,15 +237,33 @@ class Capture(Provenance):
         out = func(*args, **kwargs)
         if batched:
             self._note_batched(func, args, kwargs, out)
-            if key is not None and not parametric and (found := Followed.of(out, self._find)):
-                self._recall.learn(key, found)
+            known = Followed.of(out, self._find) if key is not None and not parametric else None
+            if known and not (in_place(func) and known.infos != infos[:1]):
+                self._recall.learn(key, known)
         elif parametric:
             self._note_parametric(func, args, kwargs, out)
+        elif any(x is OUTSIDE or type(x) is Layout for x in infos):
+            self._note_data(func, args, kwargs, out)
         else:
-            outside = any(x is OUTSIDE for x in infos)
             for t in tensors_in(out):
-                self._info[t] = self._one(self._classify(t)) if outside else CONSTANT
+                self._info[t] = CONSTANT
         return out
+
+    def _any_batched(self, infos: Sequence[Any]) -> bool:
+        """Is one of them made of the batch?"""
+        return any(
+            x is MIXED or type(x) is Lost or (type(x) is Layout and not x.data) for x in infos
+        )
+
+    def _anchor_operands(
+        self, func: Any, tensors: Sequence[Tensor], infos: Sequence[Any]
+    ) -> list[Any]:
+        """Outside any module, data that meets a parameter is what the model receives."""
+        if any(type(x) is Layout for x in infos):
+            roots = sorted(r for x in infos if type(x) is Node for r in x.roots)
+            name = f"the operand of '{name_of(func)}' with {', '.join(roots[:2])}"
+            self.anchor([(name, t) for t in tensors])
+        return [self._find(t) for t in tensors]
 
     def _meet(self, func: Any, args: Any, kwargs: Any, key: Any) -> Any:
         """A parametric tensor meets the examples: run the operation and tap its output."""
@@ -234,6 +276,9 @@ class Capture(Provenance):
                 return body(*args, **kwargs)
         leaves, spec = flatten(args, kwargs)
         nodes, layouts = self._operands(leaves)
+        if self.live.B > 1:
+            for claim in (c for x in layouts if x is not None for c in x.claims):
+                self.claims.used.setdefault(claim, name_of(func))
         call = prepare(
             func, leaves, spec, nodes, layouts, self.live.B, self.form, self.fast, self.directions
         )
@@ -286,13 +331,16 @@ class Capture(Provenance):
         """Which arguments are parametric, and where the examples are in the batched ones."""
         infos = [self._find(x) if isinstance(x, Tensor) else None for x in leaves]
         nodes = [x if type(x) is Node else None for x in infos]
-        return nodes, [x if type(x) is Layout else None for x in infos]
+        return nodes, [self._layout(x) if isinstance(x, Tensor) else None for x in leaves]
 
     def _placed(self, call: Call, func: Any, args: Any, kwargs: Any, out: Tensor) -> Call:
         """The call with its output's layout and shape."""
         layout = self._follow(func, args, kwargs, out)
-        if layout is None:
-            raise refusal(call, [out], "the examples cannot be told apart in its output")
+        if not isinstance(layout, Layout):
+            why = "the examples cannot be told apart in its output"
+            if type(layout) is Lost and layout.by != name_of(func):
+                why += f" since '{layout.by}'"
+            raise refusal(call, [out], why)
         return call.with_(layout=layout, shape=out.shape)
 
     def _tap(

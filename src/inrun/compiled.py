@@ -114,6 +114,7 @@ class Graph:
         self.capture, self.gm, self.compile = capture, gm, compile
         self.aside: Callable[[], Any] = capture.paused  # the mode looks away
         self.variants: dict[Any, Variant] = {}
+        self._names = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
         self._meetings: list[list[Meeting]] = []  # as the compiled graphs hold them
 
     def close(self) -> None:
@@ -126,6 +127,7 @@ class Graph:
         if self.capture.live is None:
             return self.gm(*inputs)
         with torch._C.DisableTorchFunction():
+            self._anchor(inputs)
             key = self._key(inputs)
         if key not in self.variants:
             try:
@@ -138,6 +140,11 @@ class Graph:
                 return _Inline(self.gm).run(*inputs)
         with self.aside():
             return self._run(self.variants[key], inputs)
+
+    def _anchor(self, inputs: Sequence[Any]) -> None:
+        """Data that the graph takes is what the model receives."""
+        given = [(i, x) for i, x in enumerate(inputs) if type(x) is Tensor]
+        self.capture.anchor([(f"{self._names[i]} of the compiled graph", x) for i, x in given])
 
     def _key(self, inputs: Sequence[Any]) -> Any:
         assert self.capture.live is not None

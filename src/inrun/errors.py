@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -36,6 +36,19 @@ def refusal(call: Call, outs: Sequence[Tensor], why: str) -> CaptureError:
         f"parameter out with watch(..., ignore={names!r}), or teach inrun the operation with "
         "inrun.register_layout (where the examples are in its output) and inrun.register_op "
         "(docs/operations.md)."
+    )
+
+
+def unproven_rows(unproven: Mapping[str, str]) -> CaptureError:
+    """Inputs that have as many entries as the batch has examples, by chance or not."""
+    name, operation = next(iter(unproven.items()))
+    return CaptureError(
+        f"the model's input {name} has one entry for each id, and a parameter meets it in "
+        f"'{operation}', but nothing shows that entry k belongs to ids[k]: no operation lays its "
+        "rows beside the batch's, and it was seen with one batch size only. If it does belong to "
+        "the examples, use validation batches of another size than the training batches: that "
+        "shows it. If it does not (a memory, a list of classes), make it a buffer of the model "
+        "(register_buffer)."
     )
 
 

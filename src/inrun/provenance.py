@@ -2,38 +2,38 @@
 
 A tensor is one of
 
-* *batched*: made of the batch's data; a ``Layout`` says where its examples are;
+* *batched*: made of the batch; a ``Layout`` says where its examples are;
+* *data*: the loop's own, not yet received by the model; a ``Layout`` with ``data`` set if it has one
+  entry per example, *outside* if not (a whole dataset, of which a part may be the batch);
 * *parametric*: a watched parameter or made of parameters alone (a ``Node``);
-* *unknown*: made of the data, but the examples are no longer apart in it (a loss);
-* *outside*: brought along by the loop, of another size (a whole dataset): what is cut out of it
-  may be the batch;
-* *constant*: everything else: the model's own tensors and what is made of nothing.
+* *mixed*: made of the batch and the same for all examples (a mean over the batch, a loss);
+* *lost*: made of the batch, and where the examples are in it is not known;
+* *constant*: everything else: the model's own tensors and what is made of nothing. That a constant
+  was made of data costs time, never a value: what it makes of parameters is treated as parametric.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten
 
+from inrun.anchors import Claims, named_tensors
 from inrun.arguments import flatten
 from inrun.errors import random_parameter
-from inrun.follow import follow, written
-from inrun.layout import Layout, in_place, name_of, tensors_in
+from inrun.follow import follow
+from inrun.indexing import written
+from inrun.layout import MIXED, Kind, Layout, Lost, in_place, lost, name_of, tensors_in
 from inrun.nodes import Node
 from inrun.recall import Recall
 from inrun.tap import Known, MicroBatch, own_tensors, storage_key
 
-
-class _Kind:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-CONSTANT, UNKNOWN, OUTSIDE = _Kind("constant"), _Kind("unknown"), _Kind("outside")
+CONSTANT, OUTSIDE = Kind("constant"), Kind("outside")
 _COLLATED = ("stack", "cat", "concat", "concatenate", "vstack", "pad_sequence")
 _RANDOM = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
            "feature_alpha_dropout", "bernoulli", "rrelu", "gumbel_softmax")  # fmt: skip
@@ -49,6 +49,8 @@ class Provenance:
         self.live: MicroBatch | None = None
         self._reentered = threading.local()
         self._layouts: dict[Any, Layout] = {}
+        self.claims = Claims()
+        self.entries: set[nn.Module] = set()  # modules that the loop calls itself
         self.watch(params)
         self._forget_tensors()
 
@@ -57,6 +59,8 @@ class Provenance:
         self._by_storage: dict[Any, Layout] | None = None  # where something is recomputed
         self._constants: set[int] | None = None  # the model's own tensors
         self._shapes: list[tuple[int, ...]] = []
+        self._inside: list[nn.Module] = []  # module calls that are under way
+        self.anchored = False  # is it known which tensors are the batch?
 
     def watch(self, params: Mapping[str, Tensor]) -> None:
         """The parameters to score, from the next batch on."""
@@ -82,10 +86,11 @@ class Provenance:
         """Equal layouts are one object."""
         if type(info) is not Layout:
             return info
-        return self._layouts.setdefault((info.dim, info.outer, info.inner, info.guessed), info)
+        key = (info.dim, info.outer, info.inner, info.data, info.claims)
+        return self._layouts.setdefault(key, info)
 
-    def _classify(self, t: Tensor) -> Layout | _Kind:
-        """A tensor from outside: the batch's data, unless it belongs to the model."""
+    def _classify(self, t: Tensor) -> Layout | Kind:
+        """A tensor that no call was seen to make."""
         assert self.live is not None
         if self.owns(t):
             return CONSTANT
@@ -93,61 +98,174 @@ class Provenance:
             known = None if self._by_storage is None else self._by_storage.get(storage_key(t))
             if known is not None:
                 return known
-        if t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B:
-            return Layout(self.batch_dim, guessed=True)
-        if t.ndim == 0:
+        if self.anchored and t.requires_grad and not t.is_leaf:
+            return lost("a function that torch does not show")
+        if t.ndim == 0 or (self.anchored and self._inside):
             return CONSTANT
+        return self._as_data(t)
+
+    def _as_data(self, t: Tensor) -> Layout | Kind:
+        """The loop's own tensor: it may be the batch if it has an entry for each example."""
+        assert self.live is not None
+        if t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B:
+            return Layout(self.batch_dim, data=True)
         self._shapes.append(tuple(t.shape))
-        return UNKNOWN if t.requires_grad and not t.is_leaf else OUTSIDE
+        return OUTSIDE
+
+    # What the model receives
+
+    def entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A module of the user's is called."""
+        whole = module is self.modules[0]
+        if self.live is None:
+            if whole:
+                self._note_sizes([*named_tensors(args, "input"), *named_tensors(kwargs)])
+            return
+        self._inside.append(module)
+        if len(self._inside) > 1:
+            return
+        self.entries.add(module)
+        given = [*named_tensors(args, "input"), *named_tensors(kwargs)]
+        if whole:
+            self._note_sizes(given)
+            self.anchor(given, first=True)
+        else:
+            self.anchor([(f"{k} of {type(module).__name__}", t) for k, t in given])
+
+    def left(self, module: nn.Module) -> None:
+        if self._inside and self._inside[-1] is module:
+            self._inside.pop()
+
+    def _note_sizes(self, given: Sequence[tuple[str, Tensor]]) -> None:
+        """How long each input is beside the first one: what has the same length in batches of two
+        sizes holds a row per example, what has not does not."""
+        sized = [(k, t.shape[self.batch_dim]) for k, t in given if t.ndim > self.batch_dim]
+        for k, n in sized[1:]:
+            self.claims.seen(k, sized[0][1], n)
+
+    def anchor(self, given: Sequence[tuple[str, Tensor]], first: bool = False) -> None:
+        """The model receives these: data with an entry for each example is the batch. ``first``:
+        the first of them is certain to be; of others that is claimed, if something came before."""
+        first = first or not self.anchored
+        for name, t in given:
+            info = self._info.get(t)
+            if info is None and t.ndim and id(t) not in self.nodes and not self.owns(t):
+                info = self._info[t] = self._one(self._as_data(t))
+            if type(info) is not Layout or not info.data:
+                continue
+            claims = frozenset() if first else frozenset([name])
+            self._info[t] = self._one(replace(info, data=False, claims=claims))
+            if not first and self.claims.shared(name):
+                self._info[t] = CONSTANT
+            first, self.anchored = False, True
 
     def _layout(self, t: Any) -> Layout | None:
+        """Of a batched tensor; claims that have been proven are none."""
         info = self._find(t) if isinstance(t, Tensor) else None
-        return info if type(info) is Layout else None
+        if type(info) is not Layout or (info.data and self.anchored):
+            return None
+        return self._settled(info)
+
+    def _settled(self, layout: Layout) -> Layout:
+        open_ = frozenset(c for c in layout.claims if not self.claims.proven(c))
+        return layout if open_ == layout.claims else self._one(replace(layout, claims=open_))
+
+    # What an operation makes of the examples
 
     def _note_batched(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         assert self.live is not None
         name = name_of(func)
         if name == "setitem":
             self._note_written(*args)
+            return
         for t in tensors_in(out):
             if name.startswith("new_") or self._only_converted(name, args):
                 self._info[t] = CONSTANT
-            elif name in _COLLATED and self._collated(t, args, kwargs):
-                self._remember(t, Layout(self.batch_dim, guessed=True))
-            else:
-                self._remember(t, self._follow(func, args, kwargs, t))
+                continue
+            found = self._follow(func, args, kwargs, t)
+            if (args and t is args[0]) or t is kwargs.get("out"):
+                self._note_in_place(t, found)
+            self._remember(t, found)
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Layout | None:
+    def _note_data(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """The loop's own business: followed as far as possible, then by what it has become."""
+        assert self.live is not None
+        find = self._data_layout
+        for t in tensors_in(out):
+            found = None
+            if name_of(func) not in _COLLATED or self._as_data(t) is OUTSIDE:
+                found = follow(func, args, kwargs, t, find, self.live.B)
+            if type(found) is not Layout:
+                found = self._as_data(t)
+            self._info[t] = self._one(replace(found, data=True) if type(found) is Layout else found)
+
+    def _data_layout(self, t: Any) -> Layout | None:
+        info = self._find(t) if isinstance(t, Tensor) else None
+        return info if type(info) is Layout else None
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Layout | Kind:
         """Where the examples are in the output."""
         assert self.live is not None
-        return follow(func, args, kwargs, out, self._layout, self.live.B)
+        tensors = tensors_in(args, kwargs)
+        found: Any = next((x for t in tensors if type(x := self._find(t)) is Lost), None)
+        if found is not None:
+            return found if out.ndim else MIXED
+        if not any(self._layout(t) is not None for t in tensors):
+            return MIXED
+        found = follow(func, args, kwargs, out, self._layout, self.live.B)
+        return found if not isinstance(found, Layout) else self._proved(found)
+
+    def _proved(self, found: Layout) -> Layout:
+        """The layout, after noting what the operation has shown."""
+        assert self.live is not None
+        if self.live.B > 1:
+            if found.proves:
+                self.claims.prove(found.proves)
+            if len(found.claims) > 1:
+                self.claims.link(found.claims)
+        return self._one(replace(found, proves=frozenset())) if found.proves else self._one(found)
 
     def _only_converted(self, name: str, args: Any) -> bool:
         """``positions.type_as(x)``: a constant stays one."""
         return name in ("to", "type_as") and bool(args) and self._find(args[0]) is CONSTANT
 
-    def _collated(self, t: Tensor, args: Any, kwargs: Any) -> bool:
-        """Rows put together inside the block: where one row came from says nothing of the whole."""
-        assert self.live is not None
-        layouts = [self._layout(x) for x in tensors_in(args, kwargs)]
-        if not all(x is None or x.guessed for x in layouts):
-            return False
-        return t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B
-
     def _note_written(self, target: Tensor, index: Any, value: Any) -> None:
         """``target[index] = value``: a target without examples takes the value's."""
         assert self.live is not None
-        found = self._layout(value)
-        if self._layout(target) is None:
-            self._remember(
-                target,
-                None if found is None else written(target, index, value, found, self.live.B),
-            )
+        own = self._find(target)
+        info = self._find(value) if isinstance(value, Tensor) else CONSTANT
+        indices = [self._find(t) for t in tensors_in(index)]
+        by = lost("setitem")
+        if type(own) is Lost or type(info) is Lost:
+            found: Any = own if type(own) is Lost else info
+        elif (layout := self._layout(value)) is not None:
+            before = self._layout(target)
+            made = None
+            if before is not None or own is CONSTANT or type(own) is Layout:
+                made = written(target, index, value, layout, before, self.live.B)
+            found = by if made is None else self._proved(made)
+        elif type(own) is Layout and not own.data:
+            return  # the same for all examples, or no example's: they stay where they are
+        else:
+            marked = any(type(x) in (Lost, Layout) for x in indices)
+            found = by if marked else MIXED
+        self._note_in_place(target, found)
+        self._remember(target, found)
 
-    def _remember(self, t: Tensor, layout: Layout | None) -> None:
-        self._info[t] = self._one(layout) or UNKNOWN
+    def _note_in_place(self, t: Tensor, found: Any) -> None:
+        """A tensor is written to: others that share its memory now hold something else, too."""
+        before = self._find(t)
+        if found == before or isinstance(t, FakeTensor):
+            return
+        memory = t.untyped_storage().data_ptr()
+        for other, info in list(self._info.alive()):
+            if other is not t and type(info) is not Node and _at(other) == memory:
+                self._info[other] = lost("an operation that writes in place")
+
+    def _remember(self, t: Tensor, info: Layout | Kind) -> None:
+        self._info[t] = self._one(info)
         if self._by_storage is not None:
-            self._note_storage(t, layout)
+            self._note_storage(t, info)
 
     def _note_storage(self, t: Tensor, layout: Any) -> None:
         """What is recomputed begins with other tensors in the same memory."""
@@ -184,3 +302,11 @@ def _is_random(args: Any, kwargs: Any) -> bool:
     p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
     return bool(training) and p != 0
+
+
+def _at(t: Tensor) -> int:
+    """Where its memory begins; 0 where it has none of its own."""
+    try:
+        return t.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # inside vmap, sparse tensors
+        return 0

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inrun.layout import tensors_in
+from inrun.layout import Layout, tensors_in
 from inrun.nodes import Node
 from inrun.ops import Call
 from inrun.tap import shape_of
@@ -119,6 +119,8 @@ class Recall:
                 info = self._find(x)
                 if type(info) is Node and info.param is None:
                     return False  # made anew in each step
+                if type(info) is Layout and info.data:
+                    return False  # the call may show that it is the batch
                 key += (id(info), x.shape, x.dtype)
             elif isinstance(x, _PLAIN) or x is None or x is Ellipsis:
                 key.append(x)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,6 +35,7 @@ from inrun.direction import Estimator
 from inrun.errors import BatchError
 from inrun.ledger import Ledger, LedgerError, MemoryLedger, StepRecord, Tables
 from inrun.logging import Summary
+from inrun.repeat import Recording
 from inrun.score import Pending, Score
 from inrun.scoring import Scorer
 from inrun.tap import MicroBatch
@@ -119,7 +120,7 @@ class Run(Summary, Tables):
             return
         held = self._held
         try:
-            with self._capture.batch(len(array)) as micro:
+            with self._recorded(), self._capture.batch(len(array)) as micro:
                 yield
         except BaseException:
             self._held = held
@@ -128,6 +129,14 @@ class Run(Summary, Tables):
             return
         self._pending.append((array, micro))
         self._scorer.accumulated.note(self.params)
+
+    def _recorded(self) -> AbstractContextManager[None]:
+        """An armed check repeats the model's calls later."""
+        if self._check is None:
+            return nullcontext()
+        recording = Recording(self.model, self.config.batch_dim)
+        self._check.recordings.append(recording)
+        return recording.recording()
 
     def check(self, permutations: int = PERMUTATIONS) -> Check:
         """Compare the next scored step with exact Shapley values of this very model.
@@ -235,6 +244,7 @@ class Run(Summary, Tables):
             every = self.config.audit_every
             audit = every > 0 and self.step >= self._next_audit
             score = self._scorer.score(self.step, micros, ids, audit, check)
+            self._capture.refuse_unproven()
         self._begin()
         record = StepRecord(self.step, ids, None, lr, float(self.config.every))
         if isinstance(score, Pending):  # its numbers arrive while the next step runs
@@ -309,6 +319,8 @@ class Run(Summary, Tables):
         for _, micro in self._pending:
             if micro is not None:
                 micro.records.clear()  # whoever keeps the loss keeps the graph, and that the micro
+        if self._check is not None:
+            self._check.recordings.clear()
         self._pending, self._held = [], 0
         self._capture.blocks.over()
         self._scorer.accumulated.forget()
