@@ -49,6 +49,17 @@ def random_parameter(operation: str, roots: Collection[str]) -> CaptureError:
     )
 
 
+def complex_parameters(names: Sequence[str]) -> CaptureError:
+    """Update maps are functions of real numbers."""
+    return CaptureError(
+        f"parameter {', '.join(names[:5])} is complex, and the optimizer's update of complex "
+        "numbers cannot be scored. Keep it as a real parameter of pairs, "
+        "nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex(self.w) in forward(): "
+        "torch's own optimizers treat a complex parameter as just these pairs, so the training is "
+        "the same."
+    )
+
+
 def nothing_recorded(B: int, batch_dim: int, shapes: Sequence[tuple[int, ...]]) -> BatchError:
     """``shapes``: what entered the forward pass, if no parameter met an example."""
     if shapes:

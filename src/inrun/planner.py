@@ -50,7 +50,8 @@ class Slot:
 
     @property
     def carrier(self) -> torch.dtype:
-        return self.dtype if self.dtype.is_floating_point else torch.float64
+        kept = self.dtype.is_floating_point or self.dtype.is_complex
+        return self.dtype if kept else torch.float64
 
     def make(self) -> Tensor:
         return torch.zeros((), dtype=self.carrier, device=self.device).expand(self.shape)
