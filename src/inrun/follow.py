@@ -43,6 +43,8 @@ def follow(
 
     ``find`` gives the layout of a batched tensor and None for any other.
     """
+    if B == 1:  # all that is made of the batch belongs to its only example
+        return _whole(out) if _batched(args, kwargs, find) else None
     if out.ndim == 0:
         return None
     rule = _RULES.get(name_of(func))
@@ -65,6 +67,11 @@ def follow(
 def _batched(args: Any, kwargs: Any, find: Find) -> list[tuple[Tensor, Layout]]:
     pairs = [(t, find(t)) for t in tensors_in(args, kwargs)]
     return [(t, layout) for t, layout in pairs if layout is not None]
+
+
+def _whole(x: Tensor) -> Layout:
+    """All numbers of the tensor belong to one example."""
+    return Layout(0, x.shape[0] if x.ndim else 1)
 
 
 def _agree(layouts: Sequence[Layout | None]) -> Layout | None:
@@ -100,6 +107,8 @@ def _written_dim(target: Tensor, index: Any, value: Tensor, layout: Layout, B: i
 
 def written(target: Tensor, index: Any, value: Tensor, layout: Layout, B: int) -> Layout | None:
     """The layout of a tensor without examples after ``target[index] = value``."""
+    if B == 1:
+        return _whole(target)
     if any(
         isinstance(i, (Tensor, list)) for i in (index if isinstance(index, tuple) else (index,))
     ):
