@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack
 
 from inrun.arguments import flatten, present
 from inrun.autocast import Autocast, current
@@ -47,16 +46,16 @@ from inrun.tap import (
 )
 from inrun.whole import run_whole, whole
 
-# Not followed: backward passes, and questions whose answers are no tensors.
+# Not followed: questions whose answers are no tensors.
 _PASS = {
-    Tensor.backward, torch.autograd.backward, torch.autograd.grad,
     Tensor.dim, Tensor.size, Tensor.numel, Tensor.stride, Tensor.is_contiguous,
     *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "device", "dtype", "is_cuda")),
 }  # fmt: skip
+_BACKWARD = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
 class Capture(Provenance):
-    """The mode, what it has recorded, and the hooks that keep it alive during recomputation.
+    """The mode, and what it has recorded.
 
     Args:
         model: the user's model.
@@ -98,7 +97,6 @@ class Capture(Provenance):
         self.calls, self.opened = 0, list[int]()  # calls seen, and composite ones among them
         self._eager_only, self._backend = False, Backend(self)
         self._mode = Mode(self.call)
-        self._hooks: list[Any] = []
 
     @contextmanager
     def batch(self, B: int) -> Iterator[MicroBatch]:
@@ -114,9 +112,6 @@ class Capture(Provenance):
                 )
         finally:
             self.live = None
-            for handle in self._hooks:
-                handle.remove()
-            self._hooks = []
             self._forget_tensors()
 
     def _stance(self) -> Any:
@@ -157,15 +152,12 @@ class Capture(Provenance):
         A compiled graph rounds differently with taps in it than without, whatever they do, so there
         is nothing to keep bit for bit and weight gradients are always sums.
         """
-        hooks = self._hooks or [None]  # recomputation is not expected meanwhile
-        before = self.tap, self._mode.paused, self._hooks, self.fast, self._planning
-        self.tap, self._mode.paused, self._hooks, self.fast, self._planning = (
-            note, False, hooks, True, True,
-        )  # fmt: skip
+        before = self.tap, self._mode.paused, self.fast, self._planning
+        self.tap, self._mode.paused, self.fast, self._planning = note, False, True, True
         try:
             yield
         finally:
-            self.tap, self._mode.paused, self._hooks, self.fast, self._planning = before
+            self.tap, self._mode.paused, self.fast, self._planning = before
 
     def info(self, t: Tensor) -> Any:
         """A ``Node``, a ``Layout`` or one of the kinds above."""
@@ -184,6 +176,8 @@ class Capture(Provenance):
         self.calls += 1
         if func in _PASS:
             return func(*args, **kwargs)
+        if func in _BACKWARD:
+            return self._run_backward(func, args, kwargs)
         assert self.live is not None
         key = known = None
         if not self._planning:
@@ -220,7 +214,9 @@ class Capture(Provenance):
         else:
             outside = any(x is OUTSIDE for x in infos)
             for t in tensors_in(out):
-                self._info[t] = self._one(self._classify(t)) if outside else CONSTANT
+                self._set(t, self._one(self._classify(t)) if outside else CONSTANT)
+            if self._by_storage is not None:
+                self._revive(tensors)
         return out
 
     def _meet(self, func: Any, args: Any, kwargs: Any, key: Any) -> Any:
@@ -320,9 +316,7 @@ class Capture(Provenance):
         if outs is None or [t.shape for t in outs] != known.shapes:
             return False
         for t, info in zip(outs, known.infos, strict=True):
-            self._info[t] = info
-            if self._by_storage is not None:
-                self._note_storage(t, info)
+            self._set(t, info)
         return True
 
     def _write_parameter(self, func: Any, args: Any, batched: bool) -> None:
@@ -375,26 +369,15 @@ class Capture(Provenance):
                 record = record.map(lambda t: t.to("cpu", non_blocking=False))
             self.check_memory(micro.add(node, record, self.directions))
 
-    # Activation checkpointing recomputes in the autograd engine, where no mode is on. Hooks on the
-    # modules turn it on again; they are there only from the moment checkpointing is seen.
+    # Activation checkpointing recomputes in the autograd engine, which takes along the modes that
+    # are on when it is called. Ours is on from the moment checkpointing is seen.
 
     def _expect_recomputation(self) -> None:
-        if self._hooks:
-            return
-        self._note_storages()
-        for module in self.modules:
-            self._hooks.append(module.register_forward_pre_hook(self._enter_module))
-            leave = module.register_forward_hook(self._leave_module, always_call=True)
-            self._hooks.append(leave)
+        if self._by_storage is None and not self._planning:
+            self._note_storages()
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
-        if self.live is None or self._mode in _get_current_function_mode_stack():
-            return
-        self._mode.__enter__()
-        self._reentered.__dict__.setdefault("by", []).append(module)
-
-    def _leave_module(self, module: nn.Module, args: Any, out: Any) -> None:
-        by = getattr(self._reentered, "by", None)
-        if by and by[-1] is module:
-            by.pop()
-            self._mode.__exit__(None, None, None)
+    def _run_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._by_storage is None:
+            return func(*args, **kwargs)
+        with self._mode:
+            return composite(func)(*args, **kwargs)

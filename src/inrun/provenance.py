@@ -12,7 +12,6 @@ A tensor is one of
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from inrun.follow import follow, written
 from inrun.layout import Layout, in_place, name_of, tensors_in
 from inrun.nodes import Node
 from inrun.recall import Recall
-from inrun.tap import Known, MicroBatch, own_tensors, storage_key
+from inrun.tap import Known, MicroBatch, in_backward, own_tensors, storage_key
 
 
 class _Kind:
@@ -47,14 +46,13 @@ class Provenance:
     ) -> None:
         self.modules, self.batch_dim = modules, batch_dim
         self.live: MicroBatch | None = None
-        self._reentered = threading.local()
         self._layouts: dict[Any, Layout] = {}
         self.watch(params)
         self._forget_tensors()
 
     def _forget_tensors(self) -> None:
         self._info = Known()
-        self._by_storage: dict[Any, Layout] | None = None  # where something is recomputed
+        self._by_storage: dict[Any, Any] | None = None  # where something is recomputed
         self._constants: set[int] | None = None  # the model's own tensors
         self._shapes: list[tuple[int, ...]] = []
 
@@ -84,14 +82,14 @@ class Provenance:
             return info
         return self._layouts.setdefault((info.dim, info.outer, info.inner, info.guessed), info)
 
-    def _classify(self, t: Tensor) -> Layout | _Kind:
+    def _classify(self, t: Tensor) -> Any:
         """A tensor from outside: the batch's data, unless it belongs to the model."""
         assert self.live is not None
         if self.owns(t):
             return CONSTANT
-        if getattr(self._reentered, "by", None):
-            known = None if self._by_storage is None else self._by_storage.get(storage_key(t))
-            if known is not None:
+        if self._by_storage is not None and in_backward():
+            known = self._by_storage.get(storage_key(t))
+            if known is not None and (type(known) is not Node or t.requires_grad):
                 return known
         if t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B:
             return Layout(self.batch_dim, guessed=True)
@@ -111,7 +109,7 @@ class Provenance:
             self._note_written(*args)
         for t in tensors_in(out):
             if name.startswith("new_") or self._only_converted(name, args):
-                self._info[t] = CONSTANT
+                self._set(t, CONSTANT)
             elif name in _COLLATED and self._collated(t, args, kwargs):
                 self._remember(t, Layout(self.batch_dim, guessed=True))
             else:
@@ -145,21 +143,35 @@ class Provenance:
             )
 
     def _remember(self, t: Tensor, layout: Layout | None) -> None:
-        self._info[t] = self._one(layout) or UNKNOWN
-        if self._by_storage is not None:
-            self._note_storage(t, layout)
+        self._set(t, self._one(layout) or UNKNOWN)
 
-    def _note_storage(self, t: Tensor, layout: Any) -> None:
+    def _set(self, t: Tensor, info: Any) -> None:
+        self._info[t] = info
+        if self._by_storage is not None:
+            self._note_storage(t, info)
+
+    def _note_storage(self, t: Tensor, info: Any) -> None:
         """What is recomputed begins with other tensors in the same memory."""
         assert self._by_storage is not None
-        if type(layout) is Layout and t.is_floating_point():
-            self._by_storage[storage_key(t)] = layout
+        if t.numel():
+            self._by_storage[storage_key(t)] = info
+
+    def _revive(self, tensors: Sequence[Tensor]) -> None:
+        """A reentrant checkpoint detaches its inputs and has them require gradients again."""
+        assert self._by_storage is not None
+        for t in tensors:
+            if t.requires_grad and t.is_leaf and self._info.get(t) is CONSTANT:
+                known = self._by_storage.get(storage_key(t))
+                self._info[t] = known if type(known) is Node else CONSTANT
 
     def _note_storages(self) -> None:
         """Recomputation is expected: from now on, and of all tensors so far that live."""
         self._by_storage = {}
         for t, info in self._info.alive():
             self._note_storage(t, info)
+        for node in self.nodes.values():
+            if node.param is not None:
+                self._note_storage(node.param, node)
 
     def _note_parametric(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if name_of(func) in _RANDOM and out is not args[0] and _is_random(args, kwargs):
@@ -172,11 +184,11 @@ class Provenance:
             if not isinstance(t, Tensor) or (id(t) in same and not in_place(func)):
                 continue  # ``W.to(same type)`` is W
             index = None if isinstance(out, Tensor) else i
-            self._info[t] = (
-                Node.derived(func, nodes, spec, index, name_of(func), t.device.type)
-                if t.requires_grad
-                else CONSTANT
-            )
+            if t.requires_grad:
+                name = name_of(func)
+                self._set(t, Node.derived(func, nodes, spec, index, name, t.device.type))
+            else:  # what is in this memory is a parameter still
+                self._info[t] = CONSTANT
 
 
 def _is_random(args: Any, kwargs: Any) -> bool:

@@ -130,19 +130,23 @@ class Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, delta: Tensor) -> Any:
-        tap, leaves = ctx.tap, ctx.leaves.copy()
-        for i, x in zip(tap.batched, ctx.saved_tensors, strict=True):
-            leaves[i] = x.detach()
-        call = ctx.call.with_(leaves=leaves)
-        refuse_again(call, delta)
-        with torch._C.DisableTorchFunction(), no_autocast(device_of(delta)):
-            whole = delta if delta.shape == call.shape else delta.reshape(call.shape)
-            given = tap.receive(tap, call, whole)
-        totals = [
-            g if g is None or g.dtype == t else g.to(t)
-            for g, t in zip(given, ctx.dtypes, strict=True)
-        ]
-        return delta, None, None, *totals
+        saved = ctx.saved_tensors  # may be recomputed here
+        with torch._C.DisableTorchFunction():
+            return delta, None, None, *_received(ctx, saved, delta)
+
+
+def _received(ctx: Any, saved: Sequence[Tensor], delta: Tensor) -> list[Tensor | None]:
+    """δ has come to a tap: the gradients of its extras."""
+    tap, leaves = ctx.tap, ctx.leaves.copy()
+    for i, x in zip(tap.batched, saved, strict=True):
+        leaves[i] = x.detach()
+    call = ctx.call.with_(leaves=leaves)
+    refuse_again(call, delta)
+    with no_autocast(device_of(delta)):
+        whole = delta if delta.shape == call.shape else delta.reshape(call.shape)
+        given = tap.receive(tap, call, whole)
+    types = zip(given, ctx.dtypes, strict=True)
+    return [g if g is None or g.dtype == t else g.to(t) for g, t in types]
 
 
 def refuse_again(call: Call, delta: Tensor) -> None:
@@ -254,6 +258,11 @@ def saved_tensors_hooks() -> bool:
 
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def in_backward() -> bool:
+    """Does the autograd engine run this code?"""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def device_of(t: Tensor) -> str:
