@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from inrun.arguments import flatten, present
 from inrun.autocast import Autocast, current
 from inrun.compiled import Backend
-from inrun.errors import nothing_recorded, refusal
+from inrun.errors import nested, nothing_recorded, refusal
 from inrun.layout import Layout, in_place, name_of, tensors_in
 from inrun.meeting import apart, has_pure_form, operate, prepare, shapes_suffice, summed_leaves
 from inrun.mode import Mode
 from inrun.nodes import Node
 from inrun.ops import Call, Form, Record, op_rule, replay
 from inrun.ops.blocks import Blocks
-from inrun.provenance import CONSTANT, OUTSIDE, UNKNOWN, Provenance
+from inrun.provenance import CONSTANT, LIKE, OUTSIDE, UNKNOWN, Provenance
 from inrun.recall import Followed, Met, Recall, tensors_of
 from inrun.tap import (
     MicroBatch,
@@ -43,6 +43,7 @@ from inrun.tap import (
     put,
     saved_tensors_hooks,
     tapped,
+    transforms_active,
 )
 from inrun.whole import run_whole, whole
 
@@ -93,7 +94,6 @@ class Capture(Provenance):
         self._covered: set[Any] = set()
         self.trigger = torch.zeros((), requires_grad=True)  # puts taps into the graph
         self.tap: Callable[..., Tensor] = apply_tap
-        self._planning = False
         self.calls, self.opened = 0, list[int]()  # calls seen, and composite ones among them
         self._eager_only, self._backend = False, Backend(self)
         self._mode = Mode(self.call)
@@ -179,6 +179,8 @@ class Capture(Provenance):
         if func in _BACKWARD:
             return self._run_backward(func, args, kwargs)
         assert self.live is not None
+        if transforms_active():
+            self._refuse_transformed(args, kwargs)
         key = known = None
         if not self._planning:
             state = self.live.B, torch.is_grad_enabled()
@@ -198,7 +200,11 @@ class Capture(Provenance):
         infos = [self._find(t) for t in tensors]
         parametric = any(type(x) is Node for x in infos)
         batched = any(type(x) is Layout or x is UNKNOWN for x in infos)
-        if parametric and torch.is_grad_enabled() and name_of(func) == "setitem":
+        name = name_of(func)
+        if parametric and batched and name in LIKE:  # the other says no more than its type or shape
+            parametric = type(infos[0]) is Node
+            batched = not parametric or name not in ("to", "type_as")
+        if parametric and torch.is_grad_enabled() and name == "setitem":
             return self._write_parameter(func, args, batched)
         if parametric and batched and torch.is_grad_enabled():
             return self._meet(func, args, kwargs, key)
@@ -230,6 +236,8 @@ class Capture(Provenance):
                 return body(*args, **kwargs)
         leaves, spec = flatten(args, kwargs)
         nodes, layouts = self._operands(leaves)
+        if any(isinstance(x, Tensor) and x.is_nested for x in leaves):
+            raise nested([n for n in nodes if n is not None])
         call = prepare(
             func, leaves, spec, nodes, layouts, self.live.B, self.form, self.fast, self.directions
         )
@@ -344,10 +352,12 @@ class Capture(Provenance):
         tap = Tapped(replay, self.live, present(layouts), (), (), self.receive)
         self._remember(self.tap(target, call, tap), layout)
 
-    def receive(self, tap: Tapped, call: Call, delta: Tensor) -> Sequence[Tensor | None]:
+    def receive(
+        self, tap: Tapped, call: Call, delta: Tensor, loose: Sequence[int]
+    ) -> Sequence[Tensor | None]:
         """δ has arrived: keep the records; the gradients of what is summed."""
         self.first_gradient(tap.micro)
-        pairs = tap.records(call, delta)
+        pairs = tap.lasting(call, delta, loose)
         totals = [None] if self.probe else tap.totals(call, pairs)
         self.keep(tap.micro, call.name, pairs)
         return totals

@@ -78,7 +78,7 @@ class Meeting:
         """Per-example gradients and nothing else."""
         return not self.raw and all(type(r) is Dense for _, r in self.records)
 
-    def send(self, tap: Tapped, call: Call, delta: Tensor) -> list[Tensor]:
+    def send(self, tap: Tapped, call: Call, delta: Tensor, loose: Any = ()) -> list[Tensor]:
         """Inside the graph: gradients of what is summed, then of the slots."""
         pairs = tap.records(call, delta)
         tensors = [t for _, record in pairs for t in record.tensors()]

@@ -15,16 +15,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from inrun.arguments import flatten
-from inrun.errors import random_parameter
+from inrun.errors import random_parameter, transformed
 from inrun.follow import follow, written
 from inrun.layout import Layout, in_place, name_of, tensors_in
 from inrun.nodes import Node
 from inrun.recall import Recall
-from inrun.tap import Known, MicroBatch, in_backward, own_tensors, storage_key
+from inrun.tap import (
+    Known,
+    MicroBatch,
+    in_backward,
+    own_tensors,
+    shape_of,
+    storage_key,
+    unwrapped,
+)
 
 
 class _Kind:
@@ -34,6 +43,7 @@ class _Kind:
 
 CONSTANT, UNKNOWN, OUTSIDE = _Kind("constant"), _Kind("unknown"), _Kind("outside")
 _COLLATED = ("stack", "cat", "concat", "concatenate", "vstack", "pad_sequence")
+LIKE = ("to", "type_as", "view_as", "reshape_as", "expand_as")
 _RANDOM = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
            "feature_alpha_dropout", "bernoulli", "rrelu", "gumbel_softmax")  # fmt: skip
 
@@ -46,6 +56,7 @@ class Provenance:
     ) -> None:
         self.modules, self.batch_dim = modules, batch_dim
         self.live: MicroBatch | None = None
+        self._planning = False
         self._layouts: dict[Any, Layout] = {}
         self.watch(params)
         self._forget_tensors()
@@ -85,8 +96,10 @@ class Provenance:
     def _classify(self, t: Tensor) -> Any:
         """A tensor from outside: the batch's data, unless it belongs to the model."""
         assert self.live is not None
-        if self.owns(t):
+        if self.owns(t) or isinstance(t, nn.Parameter):  # another model's (a teacher) are no data
             return CONSTANT
+        if t.is_nested:
+            return UNKNOWN
         if self._by_storage is not None and in_backward():
             known = self._by_storage.get(storage_key(t))
             if known is not None and (type(known) is not Node or t.requires_grad):
@@ -97,6 +110,14 @@ class Provenance:
             return CONSTANT
         self._shapes.append(tuple(t.shape))
         return UNKNOWN if t.requires_grad and not t.is_leaf else OUTSIDE
+
+    def _refuse_transformed(self, args: Any, kwargs: Any) -> None:
+        """A parameter inside torch.func.vmap or grad."""
+        inner = [unwrapped(t) for t in tensors_in(args, kwargs)]
+        infos = [self._find(t) for t in inner if t.requires_grad]
+        roots = [r for n in infos if type(n) is Node for r in n.roots]
+        if roots and torch.is_grad_enabled():
+            raise transformed(set(roots))
 
     def _layout(self, t: Any) -> Layout | None:
         info = self._find(t) if isinstance(t, Tensor) else None
@@ -118,6 +139,8 @@ class Provenance:
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Layout | None:
         """Where the examples are in the output."""
         assert self.live is not None
+        if out.is_nested:
+            return None
         return follow(func, args, kwargs, out, self._layout, self.live.B)
 
     def _only_converted(self, name: str, args: Any) -> bool:
@@ -173,13 +196,25 @@ class Provenance:
             if node.param is not None:
                 self._note_storage(node.param, node)
 
+    def _kept(self, x: Any, info: Any) -> Any:
+        """An operand of a tensor that is made of parameters, as it is now: it may be written to
+        before the parameters are scored. (What is compiled makes its tensors from the buffers of
+        the moment; see ``MicroBatch.fixed``.)"""
+        if not isinstance(x, Tensor) or self._planning:
+            return x
+        if type(info) is Layout or info is UNKNOWN:  # asked for its type
+            return shape_of(x)
+        return x.detach().clone()
+
     def _note_parametric(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if name_of(func) in _RANDOM and out is not args[0] and _is_random(args, kwargs):
             raise random_parameter(name_of(func), self._find(args[0]).roots)
         leaves, spec = flatten(args, kwargs)
         infos = [self._find(x) if isinstance(x, Tensor) else None for x in leaves]
         same = [id(x) for x in leaves]
-        nodes = [n if type(n) is Node else x for x, n in zip(leaves, infos, strict=True)]
+        nodes = [
+            n if type(n) is Node else self._kept(x, n) for x, n in zip(leaves, infos, strict=True)
+        ]
         for i, t in enumerate(tree_flatten(out)[0]):
             if not isinstance(t, Tensor) or (id(t) in same and not in_place(func)):
                 continue  # ``W.to(same type)`` is W

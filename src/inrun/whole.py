@@ -91,7 +91,7 @@ class Whole(torch.autograd.Function):
         leaves = list(call.leaves)
         for i in (0, *tap.summed):
             leaves[i] = None
-        ctx.tap, ctx.operation = tap, operation
+        ctx.tap, ctx.operation, ctx.loose = tap, operation, () if x.requires_grad else (0,)
         ctx.call, ctx.leaves = call.with_(leaves=()), leaves
         return out
 
@@ -110,7 +110,7 @@ def _backward(ctx: Any, saved: Sequence[Tensor], delta: Tensor) -> Any:
     call = ctx.call.with_(leaves=leaves, kept=saved[len(places) :])
     refuse_again(call, delta)
     with no_autocast("cpu"):
-        totals = tap.receive(tap, call, delta)
+        totals = tap.receive(tap, call, delta, ctx.loose)
         dx = ctx.operation.backward(call, delta) if ctx.needs_input_grad[0] else None
     given = zip(totals, tap.summed, strict=True)
     return dx, None, None, None, *[g.to(leaves[i].dtype) for g, i in given]
