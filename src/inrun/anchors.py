@@ -45,7 +45,6 @@ class Claims:
     """Which inputs hold one row per example, as far as has been shown."""
 
     def __init__(self) -> None:
-        self.used: dict[str, str] = {}  # claims that a parameter has met, and in which operation
         self._leader: dict[str, str] = {}  # claims that stand and fall together
         self._proven: set[str] = set()
         self._sizes: dict[str, set[tuple[int, int]]] = {}  # of a batch, and of the input
@@ -80,8 +79,8 @@ class Claims:
         """Has it been seen with another size than the batch's?"""
         return any(b != n for b, n in self._sizes.get(name, ()))
 
-    def unproven(self) -> dict[str, str]:
-        return {k: op for k, op in self.used.items() if not self.proven(k)}
+    def unproven(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if not self.proven(name)]
 
 
 class Entry:

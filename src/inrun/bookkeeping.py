@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from inrun.errors import BatchError
+from inrun.errors import BatchError, complex_parameters
 from inrun.ops import Form
 
 
@@ -72,6 +72,7 @@ def scored_parameters(
     """The parameters to score by name, and the others with the reason they are left alone."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = {k.removeprefix("_orig_mod."): p for k, p in model.named_parameters()}
+    _refuse_complex(named, optimizer)
     unknown = [k for k in ignore if k not in named]
     if unknown:
         raise ValueError(f"ignore names parameters the model does not have: {unknown}")
@@ -92,6 +93,15 @@ def scored_parameters(
             "to watch (was the optimizer made from another model, or before freezing?)"
         )
     return scored, others
+
+
+def _refuse_complex(named: Mapping[str, Tensor], optimizer: Optimizer) -> None:
+    """Also those that are ignored: the step moves them, so the midpoint has to."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    found = [p for p in params if p.requires_grad and p.is_complex()]
+    if found:
+        names = {id(p): k for k, p in named.items()}
+        raise complex_parameters([names.get(id(p), "(outside the model)") for p in found])
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:

@@ -20,20 +20,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack
 
 from inrun.anchors import Entry, Exit
 from inrun.arguments import flatten, present
 from inrun.autocast import Autocast, current
 from inrun.compiled import Backend
-from inrun.errors import nothing_recorded, refusal, unproven_rows
+from inrun.errors import nested, nothing_recorded, refusal, unproven_rows
 from inrun.layout import MIXED, Layout, Lost, in_place, name_of, tensors_in
 from inrun.meeting import apart, has_pure_form, operate, prepare, shapes_suffice, summed_leaves
 from inrun.mode import Mode
 from inrun.nodes import Node
 from inrun.ops import Call, Form, Record, op_rule, replay
 from inrun.ops.blocks import Blocks
-from inrun.provenance import CONSTANT, OUTSIDE, Provenance
+from inrun.provenance import CONSTANT, LIKE, OUTSIDE, Provenance
 from inrun.recall import Followed, Met, Recall, tensors_of
 from inrun.tap import (
     MicroBatch,
@@ -45,19 +44,20 @@ from inrun.tap import (
     put,
     saved_tensors_hooks,
     tapped,
+    transforms_active,
 )
 from inrun.whole import run_whole, whole
 
-# Not followed: backward passes, and questions whose answers are no tensors.
+# Not followed: questions whose answers are no tensors.
 _PASS = {
-    Tensor.backward, torch.autograd.backward, torch.autograd.grad,
     Tensor.dim, Tensor.size, Tensor.numel, Tensor.stride, Tensor.is_contiguous,
     *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "device", "dtype", "is_cuda")),
 }  # fmt: skip
+_BACKWARD = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
 class Capture(Provenance):
-    """The mode, what it has recorded, and the hooks that keep it alive during recomputation.
+    """The mode, and what it has recorded.
 
     Args:
         model: the user's model.
@@ -95,11 +95,9 @@ class Capture(Provenance):
         self._covered: set[Any] = set()
         self.trigger = torch.zeros((), requires_grad=True)  # puts taps into the graph
         self.tap: Callable[..., Tensor] = apply_tap
-        self._planning = False
         self.calls, self.opened = 0, list[int]()  # calls seen, and composite ones among them
         self._eager_only, self._backend = False, Backend(self)
         self._mode = Mode(self.call)
-        self._hooks: list[Any] = []
         self._entry_hooks = self._hooked(self.modules[:1])
         self._unsettled_entries = True  # which modules does the loop call itself?
 
@@ -121,9 +119,8 @@ class Capture(Provenance):
                 )
         finally:
             self.live = None
-            for handle in self._hooks + hooks:
+            for handle in hooks:
                 handle.remove()
-            self._hooks = []
             self._forget_tensors()
 
     def _hooked(self, modules: Iterable[nn.Module]) -> list[Any]:
@@ -134,10 +131,11 @@ class Capture(Provenance):
             hooks.append(module.register_forward_hook(Exit(self), always_call=True))
         return hooks
 
-    def refuse_unproven(self) -> None:
+    def refuse_unproven(self, micros: Iterable[MicroBatch]) -> None:
         """An input was taken for one row per example because of its length alone."""
-        if unproven := self.claims.unproven():
-            raise unproven_rows(unproven)
+        for micro in micros:
+            if unproven := self.claims.unproven(micro.claims):
+                raise unproven_rows(unproven[0], micro.claims[unproven[0]])
 
     def _stance(self) -> Any:
         """What is compiled goes through our backend, or runs eagerly where it cannot."""
@@ -179,15 +177,12 @@ class Capture(Provenance):
         A compiled graph rounds differently with taps in it than without, whatever they do, so there
         is nothing to keep bit for bit and weight gradients are always sums.
         """
-        hooks = self._hooks or [None]  # recomputation is not expected meanwhile
-        before = self.tap, self._mode.paused, self._hooks, self.fast, self._planning
-        self.tap, self._mode.paused, self._hooks, self.fast, self._planning = (
-            note, False, hooks, True, True,
-        )  # fmt: skip
+        before = self.tap, self._mode.paused, self.fast, self._planning
+        self.tap, self._mode.paused, self.fast, self._planning = note, False, True, True
         try:
             yield
         finally:
-            self.tap, self._mode.paused, self._hooks, self.fast, self._planning = before
+            self.tap, self._mode.paused, self.fast, self._planning = before
 
     def info(self, t: Tensor) -> Any:
         """A ``Node``, a ``Layout`` or one of the kinds above."""
@@ -206,7 +201,11 @@ class Capture(Provenance):
         self.calls += 1
         if func in _PASS:
             return func(*args, **kwargs)
+        if func in _BACKWARD:
+            return self._run_backward(func, args, kwargs)
         assert self.live is not None
+        if transforms_active():
+            self._refuse_transformed(args, kwargs)
         key = known = None
         if not self._planning:
             state = self.live.B, torch.is_grad_enabled()
@@ -227,8 +226,11 @@ class Capture(Provenance):
         parametric = any(type(x) is Node for x in infos)
         if parametric and not self._any_batched(infos):
             infos = self._anchor_operands(func, tensors, infos)
-        batched = self._any_batched(infos)
-        if parametric and torch.is_grad_enabled() and name_of(func) == "setitem":
+        batched, name = self._any_batched(infos), name_of(func)
+        if parametric and batched and name in LIKE:  # the other says no more than its type or shape
+            parametric = type(infos[0]) is Node
+            batched = not parametric or name not in ("to", "type_as")
+        if parametric and torch.is_grad_enabled() and name == "setitem":
             return self._write_parameter(func, args, batched)
         if parametric and batched and torch.is_grad_enabled():
             return self._meet(func, args, kwargs, key)
@@ -246,7 +248,9 @@ class Capture(Provenance):
             self._note_data(func, args, kwargs, out)
         else:
             for t in tensors_in(out):
-                self._info[t] = CONSTANT
+                self._set(t, CONSTANT)
+            if self._by_storage is not None:
+                self._revive(tensors)
         return out
 
     def _any_batched(self, infos: Sequence[Any]) -> bool:
@@ -276,9 +280,10 @@ class Capture(Provenance):
                 return body(*args, **kwargs)
         leaves, spec = flatten(args, kwargs)
         nodes, layouts = self._operands(leaves)
-        if self.live.B > 1:
-            for claim in (c for x in layouts if x is not None for c in x.claims):
-                self.claims.used.setdefault(claim, name_of(func))
+        claims = {c: name_of(func) for x in layouts if x is not None for c in x.claims}
+        self.live.claims.update(claims)
+        if any(isinstance(x, Tensor) and x.is_nested for x in leaves):
+            raise nested([n for n in nodes if n is not None])
         call = prepare(
             func, leaves, spec, nodes, layouts, self.live.B, self.form, self.fast, self.directions
         )
@@ -295,7 +300,7 @@ class Capture(Provenance):
         met = Met(call.with_(leaves=()), rule.records if rule else replay, present(nodes),
                   present(layouts), detached, summed, shapes_suffice(func),
                   rule.kept if rule else (), whole(call, func, summed))  # fmt: skip
-        if key is not None and spec.nested is None and not in_place(func):
+        if key is not None and spec.nested is None and not in_place(func) and not claims:
             self._recall.learn(key, met)
         return self._tap(out, call, met, leaves, call.leaves)
 
@@ -368,9 +373,7 @@ class Capture(Provenance):
         if outs is None or [t.shape for t in outs] != known.shapes:
             return False
         for t, info in zip(outs, known.infos, strict=True):
-            self._info[t] = info
-            if self._by_storage is not None:
-                self._note_storage(t, info)
+            self._set(t, info)
         return True
 
     def _write_parameter(self, func: Any, args: Any, batched: bool) -> None:
@@ -398,10 +401,12 @@ class Capture(Provenance):
         tap = Tapped(replay, self.live, present(layouts), (), (), self.receive)
         self._remember(self.tap(target, call, tap), layout)
 
-    def receive(self, tap: Tapped, call: Call, delta: Tensor) -> Sequence[Tensor | None]:
+    def receive(
+        self, tap: Tapped, call: Call, delta: Tensor, loose: Sequence[int]
+    ) -> Sequence[Tensor | None]:
         """δ has arrived: keep the records; the gradients of what is summed."""
         self.first_gradient(tap.micro)
-        pairs = tap.records(call, delta)
+        pairs = tap.lasting(call, delta, loose)
         totals = [None] if self.probe else tap.totals(call, pairs)
         self.keep(tap.micro, call.name, pairs)
         return totals
@@ -423,26 +428,15 @@ class Capture(Provenance):
                 record = record.map(lambda t: t.to("cpu", non_blocking=False))
             self.check_memory(micro.add(node, record, self.directions))
 
-    # Activation checkpointing recomputes in the autograd engine, where no mode is on. Hooks on the
-    # modules turn it on again; they are there only from the moment checkpointing is seen.
+    # Activation checkpointing recomputes in the autograd engine, which takes along the modes that
+    # are on when it is called. Ours is on from the moment checkpointing is seen.
 
     def _expect_recomputation(self) -> None:
-        if self._hooks:
-            return
-        self._note_storages()
-        for module in self.modules:
-            self._hooks.append(module.register_forward_pre_hook(self._enter_module))
-            leave = module.register_forward_hook(self._leave_module, always_call=True)
-            self._hooks.append(leave)
+        if self._by_storage is None and not self._planning:
+            self._note_storages()
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
-        if self.live is None or self._mode in _get_current_function_mode_stack():
-            return
-        self._mode.__enter__()
-        self._reentered.__dict__.setdefault("by", []).append(module)
-
-    def _leave_module(self, module: nn.Module, args: Any, out: Any) -> None:
-        by = getattr(self._reentered, "by", None)
-        if by and by[-1] is module:
-            by.pop()
-            self._mode.__exit__(None, None, None)
+    def _run_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._by_storage is None:
+            return func(*args, **kwargs)
+        with self._mode:
+            return composite(func)(*args, **kwargs)

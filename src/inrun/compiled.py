@@ -18,7 +18,7 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,6 +103,13 @@ class Variant:
     run: Callable[..., Any]
     meetings: tuple[Meeting, ...]
     outputs: tuple[Any, ...]  # what is known of each
+    constants: tuple[Tensor, ...] = ()  # that tensors made of parameters are made of, too
+
+    @cached_property
+    def claims(self) -> dict[str, str]:
+        """What its layouts rest on, with the name of an operation."""
+        operands = [(m.call, x) for m in self.meetings for x in m.call.layouts if x is not None]
+        return {claim: call.name for call, x in operands for claim in x.claims}
 
 
 class Graph:
@@ -169,8 +176,11 @@ class Graph:
         slots: tuple[Tensor, ...] = ()
         if variant.meetings:
             live.met, live.autocast = True, variant.meetings[0].call.autocast
-            slots = Receive.apply(capture.trigger, capture, live, variant.meetings)
+            data = {x.data_ptr() for x in inputs if isinstance(x, Tensor) and not x.requires_grad}
+            slots = Receive.apply(capture.trigger, capture, live, variant.meetings, data)
+        live.claims.update(variant.claims)
         out = variant.run(*inputs, *slots)
+        live.fixed += [(t, t._version) for t in variant.constants]
         for t, info in zip(tensors_in(out), variant.outputs, strict=True):
             capture.note(t, info)
             if t.requires_grad and slots:
@@ -185,7 +195,9 @@ class Graph:
         slots = insert_taps(gm, meetings)
         zeros = [s.make().requires_grad_() for s in slots]
         run = self.compile(gm, [*inputs, *zeros])
-        return Variant(run, tuple(m for ms in meetings.values() for m in ms), outputs)
+        met = tuple(m for ms in meetings.values() for m in ms)
+        constants = [t for m in met for node, _ in m.records for t in node.constants()]
+        return Variant(run, met, outputs, tuple(constants))
 
 
 class Receive(torch.autograd.Function):
@@ -193,10 +205,11 @@ class Receive(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, trigger: Tensor, capture: Capture, micro: MicroBatch, meetings: Sequence[Meeting]
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, trigger: Tensor, capture: Capture, micro: MicroBatch,
+        meetings: Sequence[Meeting], data: set[int],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
-        ctx.capture, ctx.micro, ctx.meetings = capture, micro, meetings
+        ctx.capture, ctx.micro, ctx.meetings, ctx.data = capture, micro, meetings, data
         zeros: dict[Any, Tensor] = {}
         made = []
         for slot in (s for m in meetings for s in m.slots):
@@ -210,13 +223,15 @@ class Receive(torch.autograd.Function):
     def backward(ctx: Any, *tensors: Tensor | None) -> Any:
         left = iter(tensors)
         for meeting in ctx.meetings:
-            given = [next(left) for _ in meeting.slots]
-            if any(t is None for t in given):
+            given = [t for t in (next(left) for _ in meeting.slots) if t is not None]
+            if len(given) < len(meeting.slots):
                 continue  # nothing of the loss went through here
             with torch._C.DisableTorchFunction(), torch.no_grad():
+                # an input as it came: the next micro-batch may be written to its memory
+                given = [t.clone() if t.data_ptr() in ctx.data else t for t in given]
                 pairs = meeting.arrived(given)
             ctx.capture.keep(ctx.micro, meeting.call.name, pairs)
-        return None, None, None, None
+        return None, None, None, None, None
 
 
 class _Inline(fx.Interpreter):

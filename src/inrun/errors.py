@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -39,9 +39,8 @@ def refusal(call: Call, outs: Sequence[Tensor], why: str) -> CaptureError:
     )
 
 
-def unproven_rows(unproven: Mapping[str, str]) -> CaptureError:
-    """Inputs that have as many entries as the batch has examples, by chance or not."""
-    name, operation = next(iter(unproven.items()))
+def unproven_rows(name: str, operation: str) -> CaptureError:
+    """An input that has as many entries as the batch has examples, by chance or not."""
     return CaptureError(
         f"the model's input {name} has one entry for each id, and a parameter meets it in "
         f"'{operation}', but nothing shows that entry k belongs to ids[k]: no operation lays its "
@@ -62,6 +61,50 @@ def random_parameter(operation: str, roots: Collection[str]) -> CaptureError:
     )
 
 
+def written_to() -> CaptureError:
+    """Compiled graphs only: elsewhere a copy is kept."""
+    return CaptureError(
+        "a buffer that a parameter is combined with inside a compiled graph (a mask on weights, "
+        "say) was written to in place before optimizer.step(), so what it held for an earlier "
+        "micro-batch is gone. Assign a new tensor to the buffer instead of writing to it "
+        "(self.mask = torch.bernoulli(...)), or take one micro-batch per step."
+    )
+
+
+def nested(nodes: Collection[Any]) -> CaptureError:
+    """Rows of different lengths in one tensor."""
+    names = sorted({r for n in nodes for r in n.roots})
+    return CaptureError(
+        f"parameter {', '.join(names)} meets a nested tensor (torch.nested, jagged or strided), "
+        "whose examples have different lengths; inrun has no rules for these. Pad the sequences to "
+        "one length (torch.nested.to_padded_tensor, torch.nn.utils.rnn.pad_sequence) and mask the "
+        "padding in attention and loss."
+    )
+
+
+def transformed(names: Collection[str]) -> CaptureError:
+    """Inside vmap the examples' dimension cannot be seen, inside grad a gradient is not one of the
+    training."""
+    return CaptureError(
+        f"parameter {', '.join(sorted(names))} is used inside a transformation of torch.func "
+        "(vmap, grad, jvp, ...), where inrun cannot tell the examples apart. Call the model on the "
+        "whole batch without vmap (an ensemble: one module after the other); what is not trained "
+        "on belongs under torch.no_grad() or outside run.batch(ids). Otherwise leave the parameter "
+        f"out with watch(..., ignore={sorted(names)!r})."
+    )
+
+
+def complex_parameters(names: Sequence[str]) -> CaptureError:
+    """Update maps are functions of real numbers."""
+    return CaptureError(
+        f"parameter {', '.join(names[:5])} is complex, and the optimizer's update of complex "
+        "numbers cannot be scored. Keep it as a real parameter of pairs, "
+        "nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex(self.w) in forward(): "
+        "torch's own optimizers treat a complex parameter as just these pairs, so the training is "
+        "the same."
+    )
+
+
 def nothing_recorded(B: int, batch_dim: int, shapes: Sequence[tuple[int, ...]]) -> BatchError:
     """``shapes``: what entered the forward pass, if no parameter met an example."""
     if shapes:
@@ -73,5 +116,6 @@ def nothing_recorded(B: int, batch_dim: int, shapes: Sequence[tuple[int, ...]]) 
     return BatchError(
         "no backward() ran from an example through the model inside run.batch(ids), so there is "
         "nothing to score. Make the batch before the with block, and call the forward pass and "
-        "loss.backward() inside it."
+        "loss.backward() inside it, with the model's own parameters (torch.func.functional_call "
+        "and stack_module_state may have been given copies)."
     )

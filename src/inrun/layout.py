@@ -97,7 +97,7 @@ def agree(layouts: Sequence[Layout | None]) -> Layout | None:
 def to_rows(x: Tensor, layout: Layout, B: int) -> Tensor:
     """The tensor with the examples in front: [B, …], the other dimensions in their order."""
     if (layout.dim, layout.outer, layout.inner) == (0, 1, 1):
-        return x
+        return x if x.ndim else x[None]
     split = [*x.shape[: layout.dim], layout.outer, B, layout.inner, *x.shape[layout.dim + 1 :]]
     return x.reshape(split).movedim(layout.dim + 1, 0)
 

@@ -14,27 +14,36 @@ A tensor is one of
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten
 
 from inrun.anchors import Claims, named_tensors
 from inrun.arguments import flatten
-from inrun.errors import random_parameter
+from inrun.errors import random_parameter, transformed
 from inrun.follow import follow
 from inrun.indexing import written
 from inrun.layout import MIXED, Kind, Layout, Lost, in_place, lost, name_of, tensors_in
 from inrun.nodes import Node
 from inrun.recall import Recall
-from inrun.tap import Known, MicroBatch, own_tensors, storage_key
+from inrun.tap import (
+    Known,
+    MicroBatch,
+    in_backward,
+    own_tensors,
+    shape_of,
+    storage_key,
+    unwrapped,
+)
 
 CONSTANT, OUTSIDE = Kind("constant"), Kind("outside")
 _COLLATED = ("stack", "cat", "concat", "concatenate", "vstack", "pad_sequence")
+LIKE = ("to", "type_as", "view_as", "reshape_as", "expand_as")
 _RANDOM = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
            "feature_alpha_dropout", "bernoulli", "rrelu", "gumbel_softmax")  # fmt: skip
 
@@ -47,7 +56,7 @@ class Provenance:
     ) -> None:
         self.modules, self.batch_dim = modules, batch_dim
         self.live: MicroBatch | None = None
-        self._reentered = threading.local()
+        self._planning = False
         self._layouts: dict[Any, Layout] = {}
         self.claims = Claims()
         self.entries: set[nn.Module] = set()  # modules that the loop calls itself
@@ -56,7 +65,7 @@ class Provenance:
 
     def _forget_tensors(self) -> None:
         self._info = Known()
-        self._by_storage: dict[Any, Layout] | None = None  # where something is recomputed
+        self._by_storage: dict[Any, Any] | None = None  # where something is recomputed
         self._constants: set[int] | None = None  # the model's own tensors
         self._shapes: list[tuple[int, ...]] = []
         self._inside: list[nn.Module] = []  # module calls that are under way
@@ -89,14 +98,16 @@ class Provenance:
         key = (info.dim, info.outer, info.inner, info.data, info.claims)
         return self._layouts.setdefault(key, info)
 
-    def _classify(self, t: Tensor) -> Layout | Kind:
+    def _classify(self, t: Tensor) -> Any:
         """A tensor that no call was seen to make."""
         assert self.live is not None
-        if self.owns(t):
+        if self.owns(t) or isinstance(t, nn.Parameter):  # another model's (a teacher) are no data
             return CONSTANT
-        if getattr(self._reentered, "by", None):
-            known = None if self._by_storage is None else self._by_storage.get(storage_key(t))
-            if known is not None:
+        if t.is_nested:
+            return lost("a nested tensor")
+        if self._by_storage is not None and in_backward():
+            known = self._by_storage.get(storage_key(t))
+            if known is not None and (type(known) is not Node or t.requires_grad):
                 return known
         if self.anchored and t.requires_grad and not t.is_leaf:
             return lost("a function that torch does not show")
@@ -117,6 +128,8 @@ class Provenance:
     def entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module of the user's is called."""
         whole = module is self.modules[0]
+        if in_backward():  # recomputed
+            return
         if self.live is None:
             if whole:
                 self._note_sizes([*named_tensors(args, "input"), *named_tensors(kwargs)])
@@ -159,6 +172,14 @@ class Provenance:
                 self._info[t] = CONSTANT
             first, self.anchored = False, True
 
+    def _refuse_transformed(self, args: Any, kwargs: Any) -> None:
+        """A parameter inside torch.func.vmap or grad."""
+        inner = [unwrapped(t) for t in tensors_in(args, kwargs)]
+        infos = [self._find(t) for t in inner if t.requires_grad]
+        roots = [r for n in infos if type(n) is Node for r in n.roots]
+        if roots and torch.is_grad_enabled():
+            raise transformed(set(roots))
+
     def _layout(self, t: Any) -> Layout | None:
         """Of a batched tensor; claims that have been proven are none."""
         info = self._find(t) if isinstance(t, Tensor) else None
@@ -180,7 +201,7 @@ class Provenance:
             return
         for t in tensors_in(out):
             if name.startswith("new_") or self._only_converted(name, args):
-                self._info[t] = CONSTANT
+                self._set(t, CONSTANT)
                 continue
             found = self._follow(func, args, kwargs, t)
             if (args and t is args[0]) or t is kwargs.get("out"):
@@ -206,6 +227,10 @@ class Provenance:
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Layout | Kind:
         """Where the examples are in the output."""
         assert self.live is not None
+        if out.is_nested:
+            return lost("a nested tensor")
+        if self.live.B == 1:  # all that is made of the batch belongs to its only example
+            return Layout(0, out.shape[0] if out.ndim else 1)
         tensors = tensors_in(args, kwargs)
         found: Any = next((x for t in tensors if type(x := self._find(t)) is Lost), None)
         if found is not None:
@@ -217,13 +242,11 @@ class Provenance:
 
     def _proved(self, found: Layout) -> Layout:
         """The layout, after noting what the operation has shown."""
-        assert self.live is not None
-        if self.live.B > 1:
-            if found.proves:
-                self.claims.prove(found.proves)
-            if len(found.claims) > 1:
-                self.claims.link(found.claims)
-        return self._one(replace(found, proves=frozenset())) if found.proves else self._one(found)
+        if found.proves:
+            self.claims.prove(found.proves)
+        if len(found.claims) > 1:
+            self.claims.link(found.claims)
+        return self._one(replace(found, proves=frozenset()))
 
     def _only_converted(self, name: str, args: Any) -> bool:
         """``positions.type_as(x)``: a constant stays one."""
@@ -234,6 +257,9 @@ class Provenance:
         assert self.live is not None
         own = self._find(target)
         info = self._find(value) if isinstance(value, Tensor) else CONSTANT
+        if self.live.B == 1:
+            self._remember(target, Layout(0, target.shape[0] if target.ndim else 1))
+            return
         indices = [self._find(t) for t in tensors_in(index)]
         by = lost("setitem")
         if type(own) is Lost or type(info) is Lost:
@@ -263,21 +289,45 @@ class Provenance:
                 self._info[other] = lost("an operation that writes in place")
 
     def _remember(self, t: Tensor, info: Layout | Kind) -> None:
-        self._info[t] = self._one(info)
+        self._set(t, self._one(info))
+
+    def _set(self, t: Tensor, info: Any) -> None:
+        self._info[t] = info
         if self._by_storage is not None:
             self._note_storage(t, info)
 
-    def _note_storage(self, t: Tensor, layout: Any) -> None:
+    def _note_storage(self, t: Tensor, info: Any) -> None:
         """What is recomputed begins with other tensors in the same memory."""
         assert self._by_storage is not None
-        if type(layout) is Layout and t.is_floating_point():
-            self._by_storage[storage_key(t)] = layout
+        if t.numel():
+            self._by_storage[storage_key(t)] = info
+
+    def _revive(self, tensors: Sequence[Tensor]) -> None:
+        """A reentrant checkpoint detaches its inputs and has them require gradients again."""
+        assert self._by_storage is not None
+        for t in tensors:
+            if t.requires_grad and t.is_leaf and self._info.get(t) is CONSTANT:
+                known = self._by_storage.get(storage_key(t))
+                self._info[t] = known if type(known) is Node else CONSTANT
 
     def _note_storages(self) -> None:
         """Recomputation is expected: from now on, and of all tensors so far that live."""
         self._by_storage = {}
         for t, info in self._info.alive():
             self._note_storage(t, info)
+        for node in self.nodes.values():
+            if node.param is not None:
+                self._note_storage(node.param, node)
+
+    def _kept(self, x: Any, info: Any) -> Any:
+        """An operand of a tensor that is made of parameters, as it is now: it may be written to
+        before the parameters are scored. (What is compiled makes its tensors from the buffers of
+        the moment; see ``MicroBatch.fixed``.)"""
+        if not isinstance(x, Tensor) or self._planning:
+            return x
+        if type(info) in (Layout, Lost) or info is MIXED:  # asked for its type
+            return shape_of(x)
+        return x.detach().clone()
 
     def _note_parametric(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if name_of(func) in _RANDOM and out is not args[0] and _is_random(args, kwargs):
@@ -285,16 +335,18 @@ class Provenance:
         leaves, spec = flatten(args, kwargs)
         infos = [self._find(x) if isinstance(x, Tensor) else None for x in leaves]
         same = [id(x) for x in leaves]
-        nodes = [n if type(n) is Node else x for x, n in zip(leaves, infos, strict=True)]
+        nodes = [
+            n if type(n) is Node else self._kept(x, n) for x, n in zip(leaves, infos, strict=True)
+        ]
         for i, t in enumerate(tree_flatten(out)[0]):
             if not isinstance(t, Tensor) or (id(t) in same and not in_place(func)):
                 continue  # ``W.to(same type)`` is W
             index = None if isinstance(out, Tensor) else i
-            self._info[t] = (
-                Node.derived(func, nodes, spec, index, name_of(func), t.device.type)
-                if t.requires_grad
-                else CONSTANT
-            )
+            if t.requires_grad:
+                name = name_of(func)
+                self._set(t, Node.derived(func, nodes, spec, index, name, t.device.type))
+            else:  # what is in this memory is a parameter still
+                self._info[t] = CONSTANT
 
 
 def _is_random(args: Any, kwargs: Any) -> bool:

@@ -35,7 +35,7 @@ class Followed:
     @staticmethod
     def of(out: Any, find: Callable[[Tensor], Any]) -> Followed | None:
         outs = tensors_of(out)
-        if outs is None:
+        if outs is None or any(t.is_nested for t in outs):  # these have no shape
             return None
         return Followed([find(t) for t in outs], [t.shape for t in outs])
 
@@ -96,16 +96,18 @@ class Recall:
         if func in _BY_CONTENT and tensors_in(args[1:]):
             return None, None
         key: list[Any] = [func, *state]
-        if not self._extend(key, args):
-            return None, None
-        if kwargs:
-            key.append(tuple(kwargs))
-            if not self._extend(key, kwargs.values()):
-                return None, None
-        found = tuple(key)
         try:
+            if not self._extend(key, args):
+                return None, None
+            if kwargs:
+                key.append(tuple(kwargs))
+                if not self._extend(key, kwargs.values()):
+                    return None, None
+            found = tuple(key)
             return found, self._known.get(found)
         except TypeError:  # something that has no hash: an array, a symbolic size
+            return None, None
+        except RuntimeError:  # a nested tensor, which has no shape
             return None, None
 
     def learn(self, key: Any, found: Followed | Met) -> None:

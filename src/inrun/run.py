@@ -244,7 +244,7 @@ class Run(Summary, Tables):
             every = self.config.audit_every
             audit = every > 0 and self.step >= self._next_audit
             score = self._scorer.score(self.step, micros, ids, audit, check)
-            self._capture.refuse_unproven()
+            self._capture.refuse_unproven(micros)
         self._begin()
         record = StepRecord(self.step, ids, None, lr, float(self.config.every))
         if isinstance(score, Pending):  # its numbers arrive while the next step runs

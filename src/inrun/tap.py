@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from inrun.autocast import Autocast, no_autocast
-from inrun.errors import refusal
+from inrun.errors import refusal, written_to
 from inrun.nodes import Node
 from inrun.ops import Call, Dense, Record
 from inrun.ops.cost import MANY
-from inrun.ops.records import Lookup, wide_type
+from inrun.ops.records import Aligned, Lookup, wide_type
 
 
 @dataclass
@@ -27,7 +27,9 @@ class MicroBatch:
     B: int
     autocast: Autocast | None = None
     records: dict[Node, list[Record]] = field(default_factory=dict)
+    fixed: list[tuple[Tensor, int]] = field(default_factory=list)  # not to be written to: versions
     met: bool = False  # did a parameter meet an example?
+    claims: dict[str, str] = field(default_factory=dict)  # that a parameter met, and in what
     fired: bool = False  # did a gradient arrive?
     _by_root: dict[str, list[Node]] | None = field(default=None, repr=False)
     _counted: int = 0
@@ -51,6 +53,8 @@ class MicroBatch:
 
     def nodes(self, names: Collection[str]) -> Iterator[tuple[Node, list[Record]]]:
         """The nodes that one of these parameters moves, with their records."""
+        if any(t._version != version for t, version in self.fixed):
+            raise written_to()
         if self._by_root is None or self._counted != len(self.records):
             self._by_root, self._counted = {}, len(self.records)
             for node in self.records:
@@ -81,13 +85,24 @@ class Tapped:
     batched: tuple[int, ...]
     detached: tuple[int, ...]
     summed: tuple[int, ...]
-    receive: Callable[[Tapped, Call, Tensor], Sequence[Tensor | None]]
+    receive: Callable[[Tapped, Call, Tensor, Sequence[int]], Sequence[Tensor | None]]
 
     def records(self, call: Call, delta: Tensor) -> list[tuple[Node, Record]]:
         try:
             return list(self.rule(call, delta))
         except NotImplementedError as e:
             raise refusal(call, [delta], str(e)) from None
+
+    def lasting(self, call: Call, delta: Tensor, loose: Sequence[int]) -> list[tuple[Node, Record]]:
+        """Records that stay as they are whatever is written to the ``loose`` leaves: data and
+        masks that are filled anew in place for the next micro-batch."""
+        pairs = self.records(call, delta)
+        if not loose or all(type(r) in (Dense, Aligned) for _, r in pairs):
+            return pairs
+        leaves = list(call.leaves)
+        for i in loose:
+            leaves[i] = leaves[i].clone()
+        return self.records(call.with_(leaves=leaves), delta)
 
     def totals(
         self,
@@ -121,6 +136,7 @@ class Tap(torch.autograd.Function):
     def forward(ctx: Any, out: Tensor, call: Call, tap: Tapped, *extras: Tensor) -> Tensor:
         leaves = list(call.leaves)
         ctx.save_for_backward(*[leaves[i] for i in tap.batched])
+        ctx.loose = _not_computed(leaves, call.nodes)
         for i in tap.batched:
             leaves[i] = None
         ctx.dtypes = [x.dtype for x in extras]
@@ -130,19 +146,32 @@ class Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, delta: Tensor) -> Any:
-        tap, leaves = ctx.tap, ctx.leaves.copy()
-        for i, x in zip(tap.batched, ctx.saved_tensors, strict=True):
-            leaves[i] = x.detach()
-        call = ctx.call.with_(leaves=leaves)
-        refuse_again(call, delta)
-        with torch._C.DisableTorchFunction(), no_autocast(device_of(delta)):
-            whole = delta if delta.shape == call.shape else delta.reshape(call.shape)
-            given = tap.receive(tap, call, whole)
-        totals = [
-            g if g is None or g.dtype == t else g.to(t)
-            for g, t in zip(given, ctx.dtypes, strict=True)
-        ]
-        return delta, None, None, *totals
+        saved = ctx.saved_tensors  # may be recomputed here
+        with torch._C.DisableTorchFunction():
+            return delta, None, None, *_received(ctx, saved, delta)
+
+
+def _received(ctx: Any, saved: Sequence[Tensor], delta: Tensor) -> list[Tensor | None]:
+    """δ has come to a tap: the gradients of its extras."""
+    tap, leaves = ctx.tap, ctx.leaves.copy()
+    for i, x in zip(tap.batched, saved, strict=True):
+        leaves[i] = x.detach()
+    call = ctx.call.with_(leaves=leaves)
+    refuse_again(call, delta)
+    with no_autocast(device_of(delta)):
+        whole = delta if delta.shape == call.shape else delta.reshape(call.shape)
+        given = tap.receive(tap, call, whole, ctx.loose)
+    types = zip(given, ctx.dtypes, strict=True)
+    return [g if g is None or g.dtype == t else g.to(t) for g, t in types]
+
+
+def _not_computed(leaves: Sequence[Any], nodes: Sequence[Any]) -> list[int]:
+    """The tensors among the leaves that are data or constants, which anybody may write to."""
+    return [
+        i
+        for i, x in enumerate(leaves)
+        if isinstance(x, Tensor) and nodes[i] is None and not x.requires_grad
+    ]
 
 
 def refuse_again(call: Call, delta: Tensor) -> None:
@@ -157,8 +186,7 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
     bare: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def apply(*args: Any) -> Tensor:
-        active = torch._C._are_functorch_transforms_active()
-        return function.apply(*args) if active else bare(*args)
+        return function.apply(*args) if transforms_active() else bare(*args)
 
     return apply
 
@@ -254,6 +282,22 @@ def saved_tensors_hooks() -> bool:
 
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def unwrapped(t: Tensor) -> Tensor:
+    """The tensor that a transformation of torch.func has wrapped."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(t):
+        t = functorch.get_unwrapped(t)
+    return t
+
+
+transforms_active = torch._C._are_functorch_transforms_active
+
+
+def in_backward() -> bool:
+    """Does the autograd engine run this code?"""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def device_of(t: Tensor) -> str:
