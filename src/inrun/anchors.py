@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -81,6 +82,45 @@ class Claims:
 
     def unproven(self, names: Iterable[str]) -> list[str]:
         return [name for name in names if not self.proven(name)]
+
+
+class Entries:
+    """Tells a receiver when the loop calls one of the user's modules.
+
+    Which of them it calls is not known at first: all are watched until a batch has shown it.
+    """
+
+    def __init__(self, receiver: Any, model: nn.Module) -> None:
+        self._receiver, self._model = weakref.ref(receiver), model
+        self.called: set[nn.Module] | None = None  # by the last batch; None: not known
+
+    @contextmanager
+    def batch(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Around the forward and backward pass of a batch."""
+        watched = modules if self.called is None else {self._model, *self.called}
+        self.called = set()
+        try:
+            with self._hooked(watched):
+                yield
+        finally:
+            self.called = self.called or None
+
+    def validation(self) -> AbstractContextManager[None]:
+        """Around validation passes: what sizes do the model's inputs have there?"""
+        return self._hooked([self._model])
+
+    @contextmanager
+    def _hooked(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        hooks: list[Any] = []
+        receiver = self._receiver()
+        try:
+            for module in modules:
+                hooks.append(module.register_forward_pre_hook(Entry(receiver), with_kwargs=True))
+                hooks.append(module.register_forward_hook(Exit(receiver), always_call=True))
+            yield
+        finally:
+            for handle in hooks:
+                handle.remove()
 
 
 class Entry:

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inrun.anchors import Entry, Exit
 from inrun.arguments import flatten, present
 from inrun.autocast import Autocast, current
 from inrun.compiled import Backend
@@ -98,38 +97,27 @@ class Capture(Provenance):
         self.calls, self.opened = 0, list[int]()  # calls seen, and composite ones among them
         self._eager_only, self._backend = False, Backend(self)
         self._mode = Mode(self.call)
-        self._entry_hooks = self._hooked(self.modules[:1])
-        self._unsettled_entries = True  # which modules does the loop call itself?
 
     @contextmanager
     def batch(self, B: int) -> Iterator[MicroBatch]:
         """Record the operations run inside, for B examples."""
         self.live = MicroBatch(B)
         self._forget_tensors()
-        entries = self.modules[1:] if self._unsettled_entries else self.entries
-        hooks = self._hooked([m for m in entries if m is not self.modules[0]])
-        self.entries = set()
         try:
-            with self.blocks.undone_if_it_fails(), self._stance(), self._mode:
+            with (
+                self.blocks.undone_if_it_fails(),
+                self._stance(),
+                self.entries.batch(self.modules),
+                self._mode,
+            ):
                 yield self.live
-            self._unsettled_entries = not self.entries
             if not self.live.fired:
                 raise nothing_recorded(
                     self.live.B, self.batch_dim, [] if self.live.met else self._shapes
                 )
         finally:
             self.live = None
-            for handle in hooks:
-                handle.remove()
             self._forget_tensors()
-
-    def _hooked(self, modules: Iterable[nn.Module]) -> list[Any]:
-        """Tell us when the loop calls one of these (anchors.py)."""
-        hooks: list[Any] = []
-        for module in modules:
-            hooks.append(module.register_forward_pre_hook(Entry(self), with_kwargs=True))
-            hooks.append(module.register_forward_hook(Exit(self), always_call=True))
-        return hooks
 
     def refuse_unproven(self, micros: Iterable[MicroBatch]) -> None:
         """An input was taken for one row per example because of its length alone."""
@@ -144,8 +132,6 @@ class Capture(Provenance):
         return torch.compiler.set_stance("default", force_backend=self._backend)
 
     def close(self) -> None:
-        for handle in self._entry_hooks:
-            handle.remove()
         self._backend.close()
         self._recall = Recall(self._find)
         self.blocks.free()

@@ -3,8 +3,8 @@
 A tensor is one of
 
 * *batched*: made of the batch; a ``Layout`` says where its examples are;
-* *data*: the loop's own, not yet received by the model; a ``Layout`` with ``data`` set if it has one
-  entry per example, *outside* if not (a whole dataset, of which a part may be the batch);
+* *data*: the loop's own, not yet received by the model; a ``Layout`` with ``data`` set if it has
+  one entry per example, *outside* if not (a whole dataset, of which a part may be the batch);
 * *parametric*: a watched parameter or made of parameters alone (a ``Node``);
 * *mixed*: made of the batch and the same for all examples (a mean over the batch, a loss);
 * *lost*: made of the batch, and where the examples are in it is not known;
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten
 
-from inrun.anchors import Claims, named_tensors
+from inrun.anchors import Claims, Entries, named_tensors
 from inrun.arguments import flatten
 from inrun.errors import random_parameter, transformed
 from inrun.follow import follow
@@ -59,7 +59,7 @@ class Provenance:
         self._planning = False
         self._layouts: dict[Any, Layout] = {}
         self.claims = Claims()
-        self.entries: set[nn.Module] = set()  # modules that the loop calls itself
+        self.entries = Entries(self, modules[0])
         self.watch(params)
         self._forget_tensors()
 
@@ -137,7 +137,8 @@ class Provenance:
         self._inside.append(module)
         if len(self._inside) > 1:
             return
-        self.entries.add(module)
+        if self.entries.called is not None:
+            self.entries.called.add(module)
         given = [*named_tensors(args, "input"), *named_tensors(kwargs)]
         if whole:
             self._note_sizes(given)

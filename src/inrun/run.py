@@ -243,7 +243,8 @@ class Run(Summary, Tables):
             check, self._check = self._check, None
             every = self.config.audit_every
             audit = every > 0 and self.step >= self._next_audit
-            score = self._scorer.score(self.step, micros, ids, audit, check)
+            with self._capture.entries.validation():
+                score = self._scorer.score(self.step, micros, ids, audit, check)
             self._capture.refuse_unproven(micros)
         self._begin()
         record = StepRecord(self.step, ids, None, lr, float(self.config.every))
