@@ -351,7 +351,6 @@ def test_the_model_is_copied_inside_the_block(reentrant):
             teacher = teacher or copy.deepcopy(model)
             loss = (out - teacher(2 * x)).pow(2).mean()
             loss.backward()
-            assert not teacher._forward_hooks and not teacher._forward_pre_hooks
         optimizer.step()
         values.append(torch.tensor(run.values()["value"].to_numpy()))
         run.close()

@@ -25,7 +25,8 @@ def named_tensors(tree: Any, path: str = "", depth: int = _DEPTH) -> Iterator[tu
     """The tensors of arguments in order, each with its path: lists, dictionaries, dataclasses and
     objects with attributes."""
     if isinstance(tree, Tensor):
-        yield path, tree
+        if not tree.is_nested:  # these have no shape
+            yield path, tree
         return
     if depth == 0 or tree is None or isinstance(tree, (str, bytes, int, float, nn.Module)):
         return
@@ -133,7 +134,8 @@ class Entry:
         if torch.compiler.is_compiling():
             return
         if (receiver := self._receiver()) is not None:
-            receiver.entered(module, args, kwargs)
+            with torch._C.DisableTorchFunction():
+                receiver.entered(module, args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return _nothing

@@ -73,6 +73,13 @@ def _from_right(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> L
     return agree([replace(x, dim=x.dim + out.ndim - t.ndim) for t, x in pairs])
 
 
+def _filled_from(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
+    """``x.masked_scatter(mask, source)`` takes the source's numbers in their order."""
+    x, mask, *source = (*args, *kwargs.values())
+    moved = any(find(t) is not None for t in source)
+    return None if moved else _broadcast(func, (x, mask), {}, out, find)
+
+
 def _where(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
     """With one argument it lists positions."""
     several = len(args) + len(kwargs) > 1
@@ -114,22 +121,39 @@ def _reduced(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layo
     return _rearranged(func, args, kwargs, out, find) or MIXED
 
 
-def _moved(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
-    """``flip``, ``roll``, ``sort``, ``topk``: along dimensions that are not the examples'."""
+def _elsewhere(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
+    """``flip``, ``sort``, ``fft``: along dimensions that are not the examples'."""
     x = args[0] if args else kwargs["input"]
     layout, name = find(x), name_of(func)
     if layout is None or x.ndim != out.ndim:
         return None
-    rest = list(args[1:])
-    if name == "flip":
-        dims = kwargs.get("dims", rest)
-    else:
-        place = {"roll": 1, "topk": 1}.get(name, 0)
-        missing = range(x.ndim) if name == "roll" else -1
-        dims = kwargs.get("dims", kwargs.get("dim", rest[place] if len(rest) > place else missing))
-    dims = dims if isinstance(dims, (list, tuple, range)) else [dims]
-    flat = [d for e in dims for d in (e if isinstance(e, (list, tuple)) else [e])]
-    return None if layout.dim in [d % x.ndim for d in flat] else layout
+    place, missing = _ALONG[name]
+    dims = kwargs.get("dims", kwargs.get("dim"))
+    if dims is None and len(args) > place:
+        dims = args[place:] if name == "flip" else args[place]
+    if dims is None:
+        dims = missing
+    given = dims if isinstance(dims, (list, tuple)) else [dims]
+    flat = [d for e in given for d in (e if isinstance(e, (list, tuple)) else [e])]
+    return None if None in flat or layout.dim in [d % x.ndim for d in flat] else layout
+
+
+# The argument that names the dimensions, and what holds without it (None: all of them).
+_ALONG: dict[str, tuple[int, Any]] = {
+    "flip": (1, None), "roll": (2, None), "sort": (1, -1), "argsort": (1, -1), "topk": (2, -1),
+    "diff": (2, -1), "cummax": (1, None), "cummin": (1, None), "fft_fftshift": (1, None),
+    "fft_ifftshift": (1, None),
+    **dict.fromkeys(("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft"),
+                    (2, -1)),
+    **dict.fromkeys(("fft_fft2", "fft_ifft2", "fft_rfft2", "fft_irfft2"), (2, (-2, -1))),
+    **dict.fromkeys(("fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn"), (2, None)),
+}  # fmt: skip
+
+
+def _matrices(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
+    """Functions of single matrices: the examples are in front of these."""
+    layout = _first(func, args, kwargs, out, find)
+    return layout if layout is not None and layout.dim < args[0].ndim - 2 else None
 
 
 def _padded(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
@@ -175,7 +199,13 @@ def _first_rows(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> L
     if name[-2:] in ("1d", "2d", "3d"):
         ndim = 2 + int(name[-2])
     else:
-        ndim = {"pixel_shuffle": 4, "unfold": 3, "fold": 3, "grid_sample": 4}.get(name, 2)
+        ndim = {
+            "pixel_shuffle": 4,
+            "pixel_unshuffle": 4,
+            "unfold": 3,
+            "fold": 3,
+            "grid_sample": 4,
+        }.get(name, 2)
     return agree([y for _, y in batched(args, kwargs, find)]) if x.ndim >= ndim else None
 
 
@@ -219,6 +249,7 @@ def _attention(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> La
     summed over; a query keeps its place."""
     names = ("query", "key", "value")
     given = [*args[:3], *(kwargs[k] for k in names if k in kwargs)]
+    given.append(kwargs.get("attn_mask", args[3] if len(args) > 3 else None))
     for t, layout in batched(given, {}, find):
         if t.ndim - layout.dim <= (1 if t is given[0] else 2):
             return None
@@ -285,7 +316,7 @@ def _recurrent(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> La
 
 # Element-wise operations of which torch does not say so itself, and other spellings.
 _ELEMENTWISE = (
-    "subtract", "multiply", "rdiv", "divide", "true_divide", "floordiv", "rfloordiv", "mod", "rmod",
+    "floor_divide", "subtract", "multiply", "rdiv", "divide", "true_divide", "floordiv", "rfloordiv", "mod", "rmod",
     "rpow", "float_power", "arctan2", "and", "or", "xor", "rand", "ror", "rxor", "iand", "ior",
     "isclose", "clip", "copy", "complex", "polar", "threshold", "hardtanh", "mse_loss", "l1_loss",
     "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
@@ -301,7 +332,7 @@ _ELEMENTWISE = (
 _REDUCTIONS = (
     "sum", "nansum", "mean", "nanmean", "prod", "amax", "amin", "aminmax", "max", "min", "argmax",
     "argmin", "all", "any", "std", "var", "std_mean", "var_mean", "norm", "vector_norm",
-    "logsumexp", "median", "nanmedian", "mode", "count_nonzero", "kthvalue", "quantile",
+    "logsumexp", "linalg_norm", "linalg_vector_norm", "median", "nanmedian", "mode", "count_nonzero", "kthvalue", "quantile",
     "nanquantile",
 )  # fmt: skip
 
@@ -316,7 +347,10 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _broadcast),
     **dict.fromkeys(_REDUCTIONS, _reduced),
     **dict.fromkeys(_REARRANGED, _rearranged),
-    **dict.fromkeys(("flip", "roll", "sort", "argsort", "topk"), _moved),
+    **dict.fromkeys(_ALONG, _elsewhere),
+    **dict.fromkeys(
+        ("inverse", "linalg_inv", "linalg_det", "det", "linalg_cholesky", "cholesky",
+         "linalg_matrix_exp", "matrix_exp", "linalg_pinv", "pinverse"), _matrices),
     **dict.fromkeys(
         ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as",
          "reshape_as", "ravel", "unsafe_view"), _reshape),
@@ -332,7 +366,8 @@ _RULES: dict[str, Rule] = {
          "conv_transpose3d", "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d",
          "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
          "adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d",
-         "adaptive_max_pool3d", "interpolate", "unfold", "fold", "pixel_shuffle",
+         "adaptive_max_pool3d", "lp_pool1d", "lp_pool2d", "pixel_unshuffle", "channel_shuffle",
+         "local_response_norm", "interpolate", "unfold", "fold", "pixel_shuffle",
          "cross_entropy", "nll_loss", "bilinear", "grid_sample"), _first_rows),
     **dict.fromkeys(
         ("matmul", "rmatmul", "bmm", "mm", "mv", "addmm", "baddbmm", "addbmm", "addmv"), _matmul),
@@ -352,6 +387,7 @@ _RULES: dict[str, Rule] = {
     "getitem": index,
     "pad": _padded,
     "where": _where,
+    "masked_scatter": _filled_from,
 }  # fmt: skip
 
 
