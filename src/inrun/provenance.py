@@ -103,8 +103,6 @@ class Provenance:
         assert self.live is not None
         if self.owns(t) or isinstance(t, nn.Parameter):  # another model's (a teacher) are no data
             return CONSTANT
-        if t.is_nested:
-            return lost("a nested tensor")
         if self._by_storage is not None and in_backward():
             known = self._by_storage.get(storage_key(t))
             if known is not None and (type(known) is not Node or t.requires_grad):
@@ -118,6 +116,8 @@ class Provenance:
     def _as_data(self, t: Tensor) -> Layout | Kind:
         """The loop's own tensor: it may be the batch if it has an entry for each example."""
         assert self.live is not None
+        if t.is_nested:
+            return lost("a nested tensor")
         if t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B:
             return Layout(self.batch_dim, data=True)
         self._shapes.append(tuple(t.shape))
