@@ -260,7 +260,7 @@ def test_conversions(name):
 
 
 class Redrawn(nn.Module):
-    """DropConnect with a mask of its own, as a buffer and as a plain attribute."""
+    """Masks of its own on weights and activations, a buffer and a plain attribute."""
 
     def __init__(self, in_place):
         super().__init__()
@@ -271,14 +271,14 @@ class Redrawn(nn.Module):
     def forward(self, x):
         if self.training:
             self.draws += 1
-            drawn = torch.rand(D, D, generator=torch.Generator().manual_seed(self.draws)).round()
+            drawn = torch.rand(D, D, generator=torch.Generator().manual_seed(self.draws))
             if self.in_place:
                 self.mask.data.copy_(drawn)
                 self.chosen.copy_(drawn[0])
             else:
                 self.mask, self.chosen = drawn, drawn[0].clone()
         h = F.linear(x, self.l.weight * self.mask, self.l.bias)
-        return self.o(torch.tanh(torch.where(self.chosen > 0, h, self.w)))
+        return self.o(torch.tanh(torch.lerp(h, self.w, self.chosen)))
 
 
 @pytest.mark.parametrize("form", ["ghost", "materialise"])
