@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import inrun
 from test_patterns import Model, square, watched
 from test_zoo import captured, close, gradients_of, reference_rows
-from zoo import Problem
+from zoo import LAYERS, Problem, adapted, bert
+from zoo import T as TOKENS
 
 B, T, D = 3, 5, 4
 
@@ -423,3 +424,81 @@ def test_nested_tensors_are_refused_by_name(layout):
             x = torch.nested.as_nested_tensor(rows, layout=layout) if inside else nested
             torch.nested.to_padded_tensor(model(x), 0.0).pow(2).mean().backward()
     run.close()
+
+
+# transformers and peft
+
+ADAPTERS = {
+    "prompt": lambda: adapted(
+        "PromptTuningConfig", task_type="CAUSAL_LM", num_virtual_tokens=TOKENS
+    ),  # as many tokens as examples
+    "p-tuning": lambda: adapted(
+        "PromptEncoderConfig", task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=6
+    ),
+    "prefix": lambda: adapted("PrefixTuningConfig", task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "oft": lambda: adapted("OFTConfig", r=0, oft_block_size=4, init_weights=False, **LAYERS),
+    "oft-constrained": lambda: adapted(
+        "OFTConfig", r=0, oft_block_size=4, init_weights=False, coft=True, eps=1e-2,
+        use_cayley_neumann=False, **LAYERS,
+    ),
+    "boft": lambda: adapted("BOFTConfig", boft_block_size=4, init_weights=False, **LAYERS),
+    "hra": lambda: adapted("HRAConfig", r=2, init_weights=False, **LAYERS),
+    "xlm-roberta": lambda: bert("xlm-roberta"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension")
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters(name):
+    if name == "boft" and torch.cuda.is_available():
+        pytest.skip("peft compiles an extension for it")
+    p = ADAPTERS[name]()
+    expected = reference_rows(p)
+    _, micro = captured(p)
+    rows = gradients_of(micro)
+    assert rows.keys() == expected.keys()
+    for k, g in expected.items():
+        assert close(rows[k], g, 1e-9), k
+
+
+def test_loha_is_refused_for_its_real_cause():
+    p = adapted("LoHaConfig", r=2, init_weights=False, **LAYERS)
+    with pytest.raises(inrun.CaptureError, match=r"hada_w1_a.*'HadaWeight'.*LoKr or LoRA"):
+        captured(p)
+
+
+def test_gather_from_a_constant():
+    """As many columns as examples; rows belong to whom the index belongs to."""
+    model = Model(lambda m, x: m.e(torch.arange(B * T).view(B, T).gather(1, x)), e=nn.Embedding(
+        B * T, 2))  # fmt: skip
+    p = problem(model, torch.randint(0, T, (B, 2)))
+    rows = gradients_of(captured(p)[1])["e.weight"]
+    used = torch.arange(B * T).view(B, T).gather(1, p.batch[0])
+    assert all(set(rows[i].any(1).nonzero().flatten().tolist()) == set(used[i].tolist())
+               for i in range(B))  # fmt: skip
+    assert close(rows.sum(0), p.model.e.weight.grad, 1e-12)
+
+
+@pytest.mark.parametrize("equation", ["...d,do->...o", "b...d,do->b...o", "...td,do->...to"])
+def test_einsum_with_an_ellipsis(equation):
+    model = Model(lambda m, x: torch.einsum(equation, x, m.w), w=(D, 2))
+    assert_right(problem(model, torch.randn(B, B, D)))
+
+
+def test_a_parameter_that_the_forward_pass_clamps():
+    """Under no_grad it stays the parameter; nothing of it is done again when it is scored."""
+
+    def function(m, x):
+        with torch.no_grad():
+            m.w.clamp_(max=0.5)
+        return m.l(x) * m.w.exp()
+
+    assert_right(problem(Model(function, w=(), l=nn.Linear(D, 2)), torch.randn(B, T, D)))
+
+
+def test_arguments_by_keyword():
+    model = Model(
+        lambda m, x: torch.matmul(input=F.linear(input=x, weight=m.w, bias=m.b), other=m.v),
+        w=(D, D), b=(D,), v=(D, 2),
+    )  # fmt: skip
+    assert_right(problem(model, torch.randn(B, T, D)))

@@ -210,6 +210,8 @@ class Capture(Provenance):
             return self._meet(func, args, kwargs, key)
         if parametric and batched:  # no gradients: the first pass of a reentrant checkpoint
             self._expect_recomputation()
+        if batched and torch.is_grad_enabled():
+            self._refuse_unseen(tensors, infos)
         out = func(*args, **kwargs)
         if batched:
             self._note_batched(func, args, kwargs, out)

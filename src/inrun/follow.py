@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from inrun.layout import Layout, name_of, tensors_in
+from inrun.named import agree as _agree
+from inrun.named import einsum, gather
 
 # A size no real dimension has: an operation run on shapes alone, with this in the place of the
 # examples, shows where they went.
@@ -47,6 +49,9 @@ def follow(
         return _whole(out) if _batched(args, kwargs, find) else None
     if out.ndim == 0:
         return None
+    if "input" in kwargs:  # wherever it is given, it is the first argument
+        args = (kwargs["input"], *args)
+        kwargs = {k: x for k, x in kwargs.items() if k != "input"}
     rule = _RULES.get(name_of(func))
     try:
         if rule is not None:
@@ -72,10 +77,6 @@ def _batched(args: Any, kwargs: Any, find: Find) -> list[tuple[Tensor, Layout]]:
 def _whole(x: Tensor) -> Layout:
     """All numbers of the tensor belong to one example."""
     return Layout(0, x.shape[0] if x.ndim else 1)
-
-
-def _agree(layouts: Sequence[Layout | None]) -> Layout | None:
-    return layouts[0] if layouts and all(x == layouts[0] for x in layouts) else None
 
 
 def _broadcast(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
@@ -185,7 +186,7 @@ def _embedding(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> La
 
 
 def _matmul(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
-    x, y = [a for a in args if isinstance(a, Tensor)][-2:]
+    x, y = tensors_in(args, kwargs)[-2:]
     if name_of(func) == "rmatmul":
         x, y = y, x
     found: list[Layout | None] = []
@@ -206,19 +207,6 @@ def _attention(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> La
     """Query, key and value: any of them may be made of parameters alone."""
     given = [*args[:3], *(kwargs[k] for k in ("query", "key", "value") if k in kwargs)]
     return _from_right(func, given, {}, out, find)
-
-
-def _einsum(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
-    equation, operands = args[0], tensors_in(args[1:])
-    if not isinstance(equation, str) or "->" not in equation or "." in equation:
-        return None
-    inputs, result = equation.replace(" ", "").split("->")
-    found: list[Layout | None] = []
-    for t, letters in zip(operands, inputs.split(","), strict=True):
-        layout = find(t)
-        if layout is not None:
-            found.append(replace(layout, dim=result.index(letters[layout.dim])))
-    return _agree(found)
 
 
 def _cat(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
@@ -305,7 +293,7 @@ def _picked(index: tuple[Any, ...], find: Find) -> Layout | None:
 
 
 def _along(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
-    """``gather``, ``index_select`` and friends along a dimension that is not the batch's."""
+    """``index_select``, ``scatter`` and friends along a dimension that is not the batch's."""
     x, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
     layout = find(x)
     if not isinstance(dim, int):
@@ -359,11 +347,12 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _from_right),
     **dict.fromkeys(("repeat", "tile"), _repeat),
     **dict.fromkeys(
-        ("gather", "take_along_dim", "index_select", "scatter", "scatter_add", "index_add",
+        ("index_select", "scatter", "scatter_add", "index_add",
          "index_copy", "index_fill"), _along),
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
+    **dict.fromkeys(("gather", "take_along_dim"), gather),
     "scaled_dot_product_attention": _attention,
-    "einsum": _einsum,
+    "einsum": einsum,
     "stack": _stack,
     "repeat_interleave": _interleave,
     "getitem": _index,

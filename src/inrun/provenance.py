@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from inrun.arguments import flatten
-from inrun.errors import random_parameter, transformed
+from inrun.errors import random_parameter, transformed, unseen_function
 from inrun.follow import follow, written
 from inrun.layout import Layout, in_place, name_of, tensors_in
 from inrun.nodes import Node
@@ -31,6 +31,7 @@ from inrun.tap import (
     in_backward,
     own_tensors,
     shape_of,
+    sources,
     storage_key,
     unwrapped,
 )
@@ -118,6 +119,15 @@ class Provenance:
         roots = [r for n in infos if type(n) is Node for r in n.roots]
         if roots and torch.is_grad_enabled():
             raise transformed(set(roots))
+
+    def _refuse_unseen(self, tensors: Sequence[Tensor], infos: Sequence[Any]) -> None:
+        """A tensor that seems constant and has a gradient: a custom autograd function made it."""
+        for t, info in zip(tensors, infos, strict=True):
+            if info is CONSTANT and t.grad_fn is not None:
+                function, leaves = sources(t)
+                names = [self.nodes[id(p)].name for p in leaves if id(p) in self.nodes]
+                if names:
+                    raise unseen_function(function, names)
 
     def _layout(self, t: Any) -> Layout | None:
         info = self._find(t) if isinstance(t, Tensor) else None
@@ -215,9 +225,10 @@ class Provenance:
         nodes = [
             n if type(n) is Node else self._kept(x, n) for x, n in zip(leaves, infos, strict=True)
         ]
+        recorded = in_place(func) and torch.is_grad_enabled()
         for i, t in enumerate(tree_flatten(out)[0]):
-            if not isinstance(t, Tensor) or (id(t) in same and not in_place(func)):
-                continue  # ``W.to(same type)`` is W
+            if not isinstance(t, Tensor) or (id(t) in same and not recorded):
+                continue  # ``W.to(same type)`` is W, and so is ``W.clamp_(...)`` under no_grad
             index = None if isinstance(out, Tensor) else i
             if t.requires_grad:
                 name = name_of(func)
