@@ -9,6 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import inrun
+from inrun import reference
+from inrun.nodes import directions
 from test_patterns import Model, square, watched
 from test_zoo import captured, close, gradients_of, reference_rows
 from zoo import LAYERS, Problem, adapted, bert
@@ -392,10 +394,11 @@ TRANSFORMED = {
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_transformations_of_torch_func_are_refused_by_name(name):
     model = nn.Linear(D, D)
-    run, _ = watched(model, square, torch.randn(B, D))
+    x = torch.randn(B, D)
+    run, _ = watched(model, square, x)
     refused = pytest.raises(inrun.CaptureError, match=r"weight is used inside .* torch\.func")
     with refused, run.batch(range(B)):
-        TRANSFORMED[name](model, torch.randn(B, D)).pow(2).mean().backward()
+        TRANSFORMED[name](model, x).pow(2).mean().backward()
     run.close()
 
 
@@ -447,7 +450,7 @@ ADAPTERS = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension")
+@pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension", "ignore:Setting boft")
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_adapters(name):
     if name == "boft" and torch.cuda.is_available():
@@ -502,3 +505,99 @@ def test_arguments_by_keyword():
         w=(D, D), b=(D,), v=(D, 2),
     )  # fmt: skip
     assert_right(problem(model, torch.randn(B, T, D)))
+
+
+# Similarities of every example with every other
+
+
+def contrastive(kind, **options):
+    tf = pytest.importorskip("transformers", reason="needs the extra inrun[hf]")
+    sizes = {"hidden_size": D, "intermediate_size": 6, "num_hidden_layers": 1}
+    vision = {**sizes, "num_attention_heads": 2, "image_size": 4, "patch_size": 2}
+    text = {**sizes, "num_attention_heads": 2, "vocab_size": 9, "max_position_embeddings": T}
+    config = getattr(tf, f"{kind}Config")(
+        text_config={**text, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0},
+        vision_config=vision, **options,
+    )  # fmt: skip
+    model = getattr(tf, f"{kind}Model")(config).to(torch.get_default_dtype())
+    ids = torch.randint(3, 9, (B, T))
+    ids[:, -1] = 2
+    return model, {"input_ids": ids, "pixel_values": torch.randn(B, 3, 4, 4)}
+
+
+@pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
+def test_the_temperature_of_contrastive_models(kind):
+    """Its gradient through the logit of a pair belongs to both, half each; all other parameters
+    are used row by row."""
+    model, batch = contrastive(kind, **({"projection_dim": D} if kind == "CLIP" else {}))
+    weights = torch.randn(B, B)
+
+    def forward(m, b):
+        out = m(**b)
+        return torch.stack([out.text_embeds, out.image_embeds], 1)
+
+    scale, bias = (p.detach() if p is not None else torch.zeros(())
+                   for p in (model.logit_scale, getattr(model, "logit_bias", None)))  # fmt: skip
+    scales, biases = (x.expand(B, B).clone().requires_grad_() for x in (scale, bias))
+
+    def loss(out, b):
+        logits = out[:, 0] @ out[:, 1].t() * scales.exp() + biases
+        return (weights * logits).pow(2).mean()
+
+    expected = reference.per_example_gradients(model, batch, B, forward, loss)
+    for name, single in (("logit_scale", scales), ("logit_bias", biases)):
+        if name in expected:
+            rows = (single.grad.sum(1) + single.grad.sum(0)) / 2
+            expected[name] = rows.view(expected[name].shape)
+    for fast in (False, True):
+        p = Problem(model, batch, B, lambda m, b: m(**b).logits_per_text,
+                    lambda out, b: (weights * out).pow(2).mean())  # fmt: skip
+        _, micro = captured(p, fast=fast)
+        rows = gradients_of(micro)
+        assert rows.keys() == expected.keys()
+        for k, g in expected.items():
+            assert close(rows[k], g, 1e-9, floor=1e-3), k
+            assert close(model.get_parameter(k).grad, g.sum(0), 1e-9, floor=1e-3), k
+        u = {k: torch.randn(1, *g.shape[1:]) for k, g in expected.items()}
+        dots = sum(r.dots(directions(n, u)) for n, rs in micro.records.items() for r in rs)
+        sums = sum(u[k].reshape(1, -1) @ g.reshape(B, -1).T for k, g in expected.items())
+        assert close(dots, sums, 1e-9)
+
+
+SIMILARITIES = {
+    "matmul": lambda a, b: a @ b.t(),
+    "einsum": lambda a, b: torch.einsum("id,jd->ij", a, b),
+    "einsum-turned": lambda a, b: torch.einsum("id,jd->ji", a, b),
+    "linear": F.linear,
+}
+
+
+@pytest.mark.parametrize("size", [B, 1])
+@pytest.mark.parametrize("name", SIMILARITIES)
+def test_temperatures(name, size):
+    """In place, turned and by division; over steps, where calls come back."""
+
+    def function(m, x):
+        logits = SIMILARITIES[name](m.a(x), m.c(x))
+        logits = logits.t().mul(m.w.exp())
+        logits /= m.v
+        return logits.float().double()
+
+    x = torch.randn(size, D)
+    model = Model(function, a=nn.Linear(D, 2), c=nn.Linear(D, 2), w=(1,), v=())
+    run, optimizer = watched(model, square, x)
+    for _ in range(2):
+        with run.batch(range(size)):
+            square(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (run.coverage()["status"] == "scored").all() and run.steps()["void"].isna().all()
+
+
+def test_other_operations_on_similarities_are_refused():
+    model = Model(lambda m, x: m.l(x @ x.t()), l=nn.Linear(B, 2))
+    x = torch.randn(B, D)
+    run, _ = watched(model, square, x)
+    refused = pytest.raises(inrun.CaptureError, match=r"'linear'.*cannot be told apart")
+    with refused, run.batch(range(B)):
+        square(model, x).backward()

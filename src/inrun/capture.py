@@ -31,8 +31,9 @@ from inrun.mode import Mode
 from inrun.nodes import Node
 from inrun.ops import Call, Form, Record, op_rule, replay
 from inrun.ops.blocks import Blocks
-from inrun.provenance import CONSTANT, LIKE, OUTSIDE, UNKNOWN, Provenance
-from inrun.recall import Followed, Met, Recall, tensors_of
+from inrun.pairs import halves
+from inrun.provenance import CONSTANT, LIKE, OUTSIDE, PAIRS, UNKNOWN, Provenance
+from inrun.recall import Followed, Met, Recall
 from inrun.tap import (
     MicroBatch,
     Tapped,
@@ -199,7 +200,7 @@ class Capture(Provenance):
         tensors = tensors_in(args, kwargs)
         infos = [self._find(t) for t in tensors]
         parametric = any(type(x) is Node for x in infos)
-        batched = any(type(x) is Layout or x is UNKNOWN for x in infos)
+        batched = any(type(x) is Layout or x in (UNKNOWN, PAIRS) for x in infos)
         name = name_of(func)
         if parametric and batched and name in LIKE:  # the other says no more than its type or shape
             parametric = type(infos[0]) is Node
@@ -252,13 +253,19 @@ class Capture(Provenance):
             return out
         if not isinstance(out, Tensor) or not has_pure_form(func):
             raise refusal(call, tensors_in(out), "it has no rule")
-        call = self._placed(call, func, args, kwargs, out)
-        met = Met(call.with_(leaves=()), rule.records if rule else replay, present(nodes),
+        of_pairs = self._of_pairs(func, args, kwargs, out)
+        if not of_pairs:
+            call = self._placed(call, func, args, kwargs, out)
+        records = halves if of_pairs else rule.records if rule else replay
+        met = Met(call.with_(leaves=(), shape=out.shape), records, present(nodes),
                   present(layouts), detached, summed, shapes_suffice(func),
                   rule.kept if rule else (), whole(call, func, summed))  # fmt: skip
-        if key is not None and spec.nested is None and not in_place(func):
+        if key is not None and spec.nested is None and not in_place(func) and not of_pairs:
             self._recall.learn(key, met)
-        return self._tap(out, call, met, leaves, call.leaves)
+        out = self._tap(out, call.with_(shape=out.shape), met, leaves, call.leaves)
+        if of_pairs:
+            self._set(out, PAIRS)
+        return out
 
     def _meet_again(self, func: Any, args: Any, kwargs: Any, met: Met) -> Any:
         """The same call as before, with other numbers."""
@@ -292,7 +299,8 @@ class Capture(Provenance):
         """Which arguments are parametric, and where the examples are in the batched ones."""
         infos = [self._find(x) if isinstance(x, Tensor) else None for x in leaves]
         nodes = [x if type(x) is Node else None for x in infos]
-        return nodes, [x if type(x) is Layout else None for x in infos]
+        layouts = [x if type(x) is Layout else Layout(0) if x is PAIRS else None for x in infos]
+        return nodes, layouts
 
     def _placed(self, call: Call, func: Any, args: Any, kwargs: Any, out: Tensor) -> Call:
         """The call with its output's layout and shape."""
@@ -319,15 +327,6 @@ class Capture(Provenance):
         out = tapped(self.tap, out, call, tap, extras)
         self._remember(out, call.layout)
         return out
-
-    def _note_again(self, out: Any, known: Followed) -> bool:
-        """The outputs are made of the same as before, if they look the same."""
-        outs = tensors_of(out)
-        if outs is None or [t.shape for t in outs] != known.shapes:
-            return False
-        for t, info in zip(outs, known.infos, strict=True):
-            self._set(t, info)
-        return True
 
     def _write_parameter(self, func: Any, args: Any, batched: bool) -> None:
         """``target[index] = parameter``: as an operation that gives a new target."""

@@ -5,6 +5,7 @@ A tensor is one of
 * *batched*: made of the batch's data; a ``Layout`` says where its examples are;
 * *parametric*: a watched parameter or made of parameters alone (a ``Node``);
 * *unknown*: made of the data, but the examples are no longer apart in it (a loss);
+* *pairs*: similarities [B, B] of every example with every other (pairs.py);
 * *outside*: brought along by the loop, of another size (a whole dataset): what is cut out of it
   may be the batch;
 * *constant*: everything else: the model's own tensors and what is made of nothing.
@@ -19,12 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from inrun import pairs
 from inrun.arguments import flatten
 from inrun.errors import random_parameter, transformed, unseen_function
 from inrun.follow import follow, written
 from inrun.layout import Layout, in_place, name_of, tensors_in
 from inrun.nodes import Node
-from inrun.recall import Recall
+from inrun.recall import Followed, Recall, tensors_of
 from inrun.tap import (
     Known,
     MicroBatch,
@@ -43,6 +45,7 @@ class _Kind:
 
 
 CONSTANT, UNKNOWN, OUTSIDE = _Kind("constant"), _Kind("unknown"), _Kind("outside")
+PAIRS = _Kind("pairs")
 _COLLATED = ("stack", "cat", "concat", "concatenate", "vstack", "pad_sequence")
 LIKE = ("to", "type_as", "view_as", "reshape_as", "expand_as")
 _RANDOM = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
@@ -141,10 +144,30 @@ class Provenance:
         for t in tensors_in(out):
             if name.startswith("new_") or self._only_converted(name, args):
                 self._set(t, CONSTANT)
+            elif self._of_pairs(func, args, kwargs, t):
+                self._set(t, PAIRS)
             elif name in _COLLATED and self._collated(t, args, kwargs):
                 self._remember(t, Layout(self.batch_dim, guessed=True))
             else:
                 self._remember(t, self._follow(func, args, kwargs, t))
+
+    def _note_again(self, out: Any, known: Followed) -> bool:
+        """The outputs are made of the same as before, if they look the same."""
+        outs = tensors_of(out)
+        if outs is None or [t.shape for t in outs] != known.shapes:
+            return False
+        for t, info in zip(outs, known.infos, strict=True):
+            self._set(t, info)
+        return True
+
+    def _of_pairs(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> bool:
+        """Is the output made of similarities, or are these its numbers?"""
+        assert self.live is not None
+        infos = [self._find(t) for t in tensors_in(args, kwargs)]
+        if PAIRS not in infos:
+            return pairs.made(func, args, out, self._layout, self.live.B)
+        others = [type(x) is Layout or x is UNKNOWN for x in infos]
+        return pairs.kept(func, out, [x is PAIRS for x in infos], others)
 
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Layout | None:
         """Where the examples are in the output."""
@@ -212,7 +235,7 @@ class Provenance:
         the moment; see ``MicroBatch.fixed``.)"""
         if not isinstance(x, Tensor) or self._planning:
             return x
-        if type(info) is Layout or info is UNKNOWN:  # asked for its type
+        if type(info) is Layout or info in (UNKNOWN, PAIRS):  # asked for its type
             return shape_of(x)
         return x.detach().clone()
 
