@@ -9,9 +9,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import inrun
+from inrun import reference
+from inrun.nodes import directions
 from test_patterns import Model, square, watched
 from test_zoo import captured, close, gradients_of, reference_rows
-from zoo import Problem
+from zoo import LAYERS, Problem, adapted, bert
+from zoo import T as TOKENS
 
 B, T, D = 3, 5, 4
 
@@ -260,7 +263,7 @@ def test_conversions(name):
 
 
 class Redrawn(nn.Module):
-    """DropConnect with a mask of its own, as a buffer and as a plain attribute."""
+    """Masks of its own on weights and activations, a buffer and a plain attribute."""
 
     def __init__(self, in_place):
         super().__init__()
@@ -271,14 +274,14 @@ class Redrawn(nn.Module):
     def forward(self, x):
         if self.training:
             self.draws += 1
-            drawn = torch.rand(D, D, generator=torch.Generator().manual_seed(self.draws)).round()
+            drawn = torch.rand(D, D, generator=torch.Generator().manual_seed(self.draws))
             if self.in_place:
                 self.mask.data.copy_(drawn)
                 self.chosen.copy_(drawn[0])
             else:
                 self.mask, self.chosen = drawn, drawn[0].clone()
         h = F.linear(x, self.l.weight * self.mask, self.l.bias)
-        return self.o(torch.tanh(torch.where(self.chosen > 0, h, self.w)))
+        return self.o(torch.tanh(torch.lerp(h, self.w, self.chosen)))
 
 
 @pytest.mark.parametrize("form", ["ghost", "materialise"])
@@ -390,10 +393,11 @@ TRANSFORMED = {
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_transformations_of_torch_func_are_refused_by_name(name):
     model = nn.Linear(D, D)
-    run, _ = watched(model, square, torch.randn(B, D))
+    x = torch.randn(B, D)
+    run, _ = watched(model, square, x)
     refused = pytest.raises(inrun.CaptureError, match=r"weight is used inside .* torch\.func")
     with refused, run.batch(range(B)):
-        TRANSFORMED[name](model, torch.randn(B, D)).pow(2).mean().backward()
+        TRANSFORMED[name](model, x).pow(2).mean().backward()
     run.close()
 
 
@@ -422,3 +426,177 @@ def test_nested_tensors_are_refused_by_name(layout):
             x = torch.nested.as_nested_tensor(rows, layout=layout) if inside else nested
             torch.nested.to_padded_tensor(model(x), 0.0).pow(2).mean().backward()
     run.close()
+
+
+# transformers and peft
+
+ADAPTERS = {
+    "prompt": lambda: adapted(
+        "PromptTuningConfig", task_type="CAUSAL_LM", num_virtual_tokens=TOKENS
+    ),  # as many tokens as examples
+    "p-tuning": lambda: adapted(
+        "PromptEncoderConfig", task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=6
+    ),
+    "prefix": lambda: adapted("PrefixTuningConfig", task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "oft": lambda: adapted("OFTConfig", r=0, oft_block_size=4, init_weights=False, **LAYERS),
+    "oft-constrained": lambda: adapted(
+        "OFTConfig", r=0, oft_block_size=4, init_weights=False, coft=True, eps=1e-2,
+        use_cayley_neumann=False, **LAYERS,
+    ),
+    "boft": lambda: adapted("BOFTConfig", boft_block_size=4, init_weights=False, **LAYERS),
+    "hra": lambda: adapted("HRAConfig", r=2, init_weights=False, **LAYERS),
+    "xlm-roberta": lambda: bert("xlm-roberta"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension", "ignore:Setting boft")
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters(name):
+    if name == "boft" and torch.cuda.is_available():
+        pytest.skip("peft compiles an extension for it")
+    p = ADAPTERS[name]()
+    expected = reference_rows(p)
+    _, micro = captured(p)
+    rows = gradients_of(micro)
+    assert rows.keys() == expected.keys()
+    for k, g in expected.items():
+        assert close(rows[k], g, 1e-9), k
+
+
+def test_loha_is_refused_for_its_real_cause():
+    p = adapted("LoHaConfig", r=2, init_weights=False, **LAYERS)
+    with pytest.raises(inrun.CaptureError, match=r"hada_w1_a.*'HadaWeight'.*LoKr or LoRA"):
+        captured(p)
+
+
+def test_gather_from_a_constant():
+    """As many columns as examples; rows belong to whom the index belongs to."""
+    model = Model(lambda m, x: m.e(torch.arange(B * T).view(B, T).gather(1, x)), e=nn.Embedding(
+        B * T, 2))  # fmt: skip
+    p = problem(model, torch.randint(0, T, (B, 2)))
+    rows = gradients_of(captured(p)[1])["e.weight"]
+    used = torch.arange(B * T).view(B, T).gather(1, p.batch[0])
+    assert all(set(rows[i].any(1).nonzero().flatten().tolist()) == set(used[i].tolist())
+               for i in range(B))  # fmt: skip
+    assert close(rows.sum(0), p.model.e.weight.grad, 1e-12)
+
+
+@pytest.mark.parametrize("equation", ["...d,do->...o", "b...d,do->b...o", "...td,do->...to"])
+def test_einsum_with_an_ellipsis(equation):
+    model = Model(lambda m, x: torch.einsum(equation, x, m.w), w=(D, 2))
+    assert_right(problem(model, torch.randn(B, B, D)))
+
+
+def test_a_parameter_that_the_forward_pass_clamps():
+    """Under no_grad it stays the parameter; nothing of it is done again when it is scored."""
+
+    def function(m, x):
+        with torch.no_grad():
+            m.w.clamp_(max=0.5)
+        return m.l(x) * m.w.exp()
+
+    assert_right(problem(Model(function, w=(), l=nn.Linear(D, 2)), torch.randn(B, T, D)))
+
+
+def test_arguments_by_keyword():
+    model = Model(
+        lambda m, x: torch.matmul(input=F.linear(input=x, weight=m.w, bias=m.b), other=m.v),
+        w=(D, D), b=(D,), v=(D, 2),
+    )  # fmt: skip
+    assert_right(problem(model, torch.randn(B, T, D)))
+
+
+# Similarities of every example with every other
+
+
+def contrastive(kind, **options):
+    tf = pytest.importorskip("transformers", reason="needs the extra inrun[hf]")
+    sizes = {"hidden_size": D, "intermediate_size": 6, "num_hidden_layers": 1}
+    vision = {**sizes, "num_attention_heads": 2, "image_size": 4, "patch_size": 2}
+    text = {**sizes, "num_attention_heads": 2, "vocab_size": 9, "max_position_embeddings": T}
+    config = getattr(tf, f"{kind}Config")(
+        text_config={**text, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0},
+        vision_config=vision, **options,
+    )  # fmt: skip
+    model = getattr(tf, f"{kind}Model")(config).to(torch.get_default_dtype())
+    ids = torch.randint(3, 9, (B, T))
+    ids[:, -1] = 2
+    return model, {"input_ids": ids, "pixel_values": torch.randn(B, 3, 4, 4)}
+
+
+@pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
+def test_the_temperature_of_contrastive_models(kind):
+    """Its gradient through the logit of a pair belongs to both, half each; all other parameters
+    are used row by row."""
+    model, batch = contrastive(kind, **({"projection_dim": D} if kind == "CLIP" else {}))
+    weights = torch.randn(B, B)
+
+    def forward(m, b):
+        out = m(**b)
+        return torch.stack([out.text_embeds, out.image_embeds], 1)
+
+    scale, bias = (p.detach() if p is not None else torch.zeros(())
+                   for p in (model.logit_scale, getattr(model, "logit_bias", None)))  # fmt: skip
+    scales, biases = (x.expand(B, B).clone().requires_grad_() for x in (scale, bias))
+
+    def loss(out, b):
+        logits = out[:, 0] @ out[:, 1].t() * scales.exp() + biases
+        return (weights * logits).pow(2).mean()
+
+    expected = reference.per_example_gradients(model, batch, B, forward, loss)
+    for name, single in (("logit_scale", scales), ("logit_bias", biases)):
+        if name in expected:
+            rows = (single.grad.sum(1) + single.grad.sum(0)) / 2
+            expected[name] = rows.view(expected[name].shape)
+    for fast in (False, True):
+        p = Problem(model, batch, B, lambda m, b: m(**b).logits_per_text,
+                    lambda out, b: (weights * out).pow(2).mean())  # fmt: skip
+        _, micro = captured(p, fast=fast)
+        rows = gradients_of(micro)
+        assert rows.keys() == expected.keys()
+        for k, g in expected.items():
+            assert close(rows[k], g, 1e-9, floor=1e-3), k
+            assert close(model.get_parameter(k).grad, g.sum(0), 1e-9, floor=1e-3), k
+        u = {k: torch.randn(1, *g.shape[1:]) for k, g in expected.items()}
+        dots = sum(r.dots(directions(n, u)) for n, rs in micro.records.items() for r in rs)
+        sums = sum(u[k].reshape(1, -1) @ g.reshape(B, -1).T for k, g in expected.items())
+        assert close(dots, sums, 1e-9)
+
+
+SIMILARITIES = {
+    "matmul": lambda a, b: a @ b.t(),
+    "einsum": lambda a, b: torch.einsum("id,jd->ij", a, b),
+    "einsum-turned": lambda a, b: torch.einsum("id,jd->ji", a, b),
+    "linear": F.linear,
+}
+
+
+@pytest.mark.parametrize("size", [B, 1])
+@pytest.mark.parametrize("name", SIMILARITIES)
+def test_temperatures(name, size):
+    """In place, turned and by division; over steps, where calls come back."""
+
+    def function(m, x):
+        logits = SIMILARITIES[name](m.a(x), m.c(x))
+        logits = logits.t().mul(m.w.exp())
+        logits /= m.v
+        return logits.float().double()
+
+    x = torch.randn(size, D)
+    model = Model(function, a=nn.Linear(D, 2), c=nn.Linear(D, 2), w=(1,), v=())
+    run, optimizer = watched(model, square, x)
+    for _ in range(2):
+        with run.batch(range(size)):
+            square(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (run.coverage()["status"] == "scored").all() and run.steps()["void"].isna().all()
+
+
+def test_other_operations_on_similarities_are_refused():
+    model = Model(lambda m, x: m.l(x @ x.t()), l=nn.Linear(B, 2))
+    x = torch.randn(B, D)
+    run, _ = watched(model, square, x)
+    refused = pytest.raises(inrun.CaptureError, match=r"'linear'.*cannot be told apart")
+    with refused, run.batch(range(B)):
+        square(model, x).backward()

@@ -25,14 +25,16 @@ from inrun.arguments import flatten, present
 from inrun.autocast import Autocast, current
 from inrun.compiled import Backend
 from inrun.errors import nested, nothing_recorded, refusal, unproven_rows
+from inrun.keeping import Keeper
 from inrun.layout import MIXED, Layout, Lost, in_place, name_of, tensors_in
 from inrun.meeting import apart, has_pure_form, operate, prepare, shapes_suffice, summed_leaves
 from inrun.mode import Mode
 from inrun.nodes import Node
-from inrun.ops import Call, Form, Record, op_rule, replay
+from inrun.ops import Call, Form, op_rule, replay
 from inrun.ops.blocks import Blocks
-from inrun.provenance import CONSTANT, LIKE, OUTSIDE, Provenance
-from inrun.recall import Followed, Met, Recall, tensors_of
+from inrun.pairs import halves
+from inrun.provenance import CONSTANT, LIKE, OUTSIDE, PAIRS, Provenance
+from inrun.recall import Followed, Met, Recall
 from inrun.tap import (
     MicroBatch,
     Tapped,
@@ -86,12 +88,9 @@ class Capture(Provenance):
         on_first_gradient: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(list(model.modules()), params, batch_dim)
-        self.model, self.form, self.offload = model, form, offload
-        self.fast, self.directions, self.probe = fast, directions, probe
-        self.check_memory, self.on_first_gradient = check_memory, on_first_gradient
-        self.coverage: dict[str, set[tuple[str, str]]] = {}
-        self.blocks = Blocks()
-        self._covered: set[Any] = set()
+        self.model, self.form, self.fast, self.probe = model, form, fast, probe
+        self.directions, self.blocks = directions, Blocks()
+        self.keeper = Keeper(directions, offload, check_memory, on_first_gradient)
         self.trigger = torch.zeros((), requires_grad=True)  # puts taps into the graph
         self.tap: Callable[..., Tensor] = apply_tap
         self.calls, self.opened = 0, list[int]()  # calls seen, and composite ones among them
@@ -175,7 +174,7 @@ class Capture(Provenance):
         return self._find(t)
 
     def note(self, t: Tensor, info: Any) -> None:
-        if type(info) in (Layout, Lost) or info is MIXED:
+        if type(info) in (Layout, Lost) or info in (MIXED, PAIRS):
             self._remember(t, info)
         else:
             self._info[t] = info
@@ -222,6 +221,8 @@ class Capture(Provenance):
             return self._meet(func, args, kwargs, key)
         if parametric and batched:  # no gradients: the first pass of a reentrant checkpoint
             self._expect_recomputation()
+        if batched and torch.is_grad_enabled():
+            self._refuse_unseen(tensors, infos)
         out = func(*args, **kwargs)
         if batched:
             self._note_batched(func, args, kwargs, out)
@@ -242,7 +243,8 @@ class Capture(Provenance):
     def _any_batched(self, infos: Sequence[Any]) -> bool:
         """Is one of them made of the batch?"""
         return any(
-            x is MIXED or type(x) is Lost or (type(x) is Layout and not x.data) for x in infos
+            x is MIXED or x is PAIRS or type(x) is Lost or (type(x) is Layout and not x.data)
+            for x in infos
         )
 
     def _anchor_operands(
@@ -282,13 +284,20 @@ class Capture(Provenance):
             return out
         if not isinstance(out, Tensor) or not has_pure_form(func):
             raise refusal(call, tensors_in(out), "it has no rule")
-        call = self._placed(call, func, args, kwargs, out)
-        met = Met(call.with_(leaves=()), rule.records if rule else replay, present(nodes),
+        of_pairs = self._of_pairs(func, args, kwargs, out)
+        if not of_pairs:
+            call = self._placed(call, func, args, kwargs, out)
+        records = halves if of_pairs else rule.records if rule else replay
+        met = Met(call.with_(leaves=(), shape=out.shape), records, present(nodes),
                   present(layouts), detached, summed, shapes_suffice(func),
                   rule.kept if rule else (), whole(call, func, summed))  # fmt: skip
-        if key is not None and spec.nested is None and not in_place(func) and not claims:
+        plain = spec.nested is None and not in_place(func) and not claims and not of_pairs
+        if key is not None and plain:
             self._recall.learn(key, met)
-        return self._tap(out, call, met, leaves, call.leaves)
+        out = self._tap(out, call.with_(shape=out.shape), met, leaves, call.leaves)
+        if of_pairs:
+            self._set(out, PAIRS)
+        return out
 
     def _meet_again(self, func: Any, args: Any, kwargs: Any, met: Met) -> Any:
         """The same call as before, with other numbers."""
@@ -322,7 +331,11 @@ class Capture(Provenance):
         """Which arguments are parametric, and where the examples are in the batched ones."""
         infos = [self._find(x) if isinstance(x, Tensor) else None for x in leaves]
         nodes = [x if type(x) is Node else None for x in infos]
-        return nodes, [self._layout(x) if isinstance(x, Tensor) else None for x in leaves]
+        layouts = [
+            Layout(0) if x is PAIRS else self._layout(leaf) if isinstance(leaf, Tensor) else None
+            for leaf, x in zip(leaves, infos, strict=True)
+        ]
+        return nodes, layouts
 
     def _placed(self, call: Call, func: Any, args: Any, kwargs: Any, out: Tensor) -> Call:
         """The call with its output's layout and shape."""
@@ -353,15 +366,6 @@ class Capture(Provenance):
         self._remember(out, call.layout)
         return out
 
-    def _note_again(self, out: Any, known: Followed) -> bool:
-        """The outputs are made of the same as before, if they look the same."""
-        outs = tensors_of(out)
-        if outs is None or [t.shape for t in outs] != known.shapes:
-            return False
-        for t, info in zip(outs, known.infos, strict=True):
-            self._set(t, info)
-        return True
-
     def _write_parameter(self, func: Any, args: Any, batched: bool) -> None:
         """``target[index] = parameter``: as an operation that gives a new target."""
         target, index, value = args
@@ -391,28 +395,11 @@ class Capture(Provenance):
         self, tap: Tapped, call: Call, delta: Tensor, loose: Sequence[int]
     ) -> Sequence[Tensor | None]:
         """δ has arrived: keep the records; the gradients of what is summed."""
-        self.first_gradient(tap.micro)
+        self.keeper.first_gradient(tap.micro)
         pairs = tap.lasting(call, delta, loose)
         totals = [None] if self.probe else tap.totals(call, pairs)
-        self.keep(tap.micro, call.name, pairs)
+        self.keeper.keep(tap.micro, call.name, pairs)
         return totals
-
-    def first_gradient(self, micro: MicroBatch) -> None:
-        """Before anything is added to .grad."""
-        if not micro.fired:
-            micro.fired = True
-            self.on_first_gradient()
-
-    def keep(self, micro: MicroBatch, name: str, pairs: Sequence[tuple[Node, Record]]) -> None:
-        for node, record in pairs:
-            kind = type(record)
-            if (node.roots, name, kind) not in self._covered:
-                self._covered.add((node.roots, name, kind))
-                for root in node.roots:
-                    self.coverage.setdefault(root, set()).add((name, kind.__name__.lower()))
-            if self.offload:
-                record = record.map(lambda t: t.to("cpu", non_blocking=False))
-            self.check_memory(micro.add(node, record, self.directions))
 
     # Activation checkpointing recomputes in the autograd engine, which takes along the modes that
     # are on when it is called. Ours is on from the moment checkpointing is seen.

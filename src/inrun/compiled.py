@@ -184,7 +184,7 @@ class Graph:
         for t, info in zip(tensors_in(out), variant.outputs, strict=True):
             capture.note(t, info)
             if t.requires_grad and slots:
-                t.register_hook(lambda g: capture.first_gradient(live))
+                t.register_hook(lambda g: capture.keeper.first_gradient(live))
         return out
 
     def _make(self, inputs: Sequence[Any]) -> Variant:
@@ -230,7 +230,7 @@ class Receive(torch.autograd.Function):
                 # an input as it came: the next micro-batch may be written to its memory
                 given = [t.clone() if t.data_ptr() in ctx.data else t for t in given]
                 pairs = meeting.arrived(given)
-            ctx.capture.keep(ctx.micro, meeting.call.name, pairs)
+            ctx.capture.keeper.keep(ctx.micro, meeting.call.name, pairs)
         return None, None, None, None, None
 
 

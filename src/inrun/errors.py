@@ -94,6 +94,18 @@ def transformed(names: Collection[str]) -> CaptureError:
     )
 
 
+def unseen_function(name: str, names: Sequence[str]) -> CaptureError:
+    """torch shows us what happens inside a custom autograd function, but not its derivative."""
+    function = name.removesuffix("Backward")
+    loha = "This is peft's LoHa: use LoKr or LoRA. " if function.startswith("Hada") else ""
+    return CaptureError(
+        f"parameter {', '.join(sorted(names)[:5])} goes through the custom autograd function "
+        f"'{function}' before it meets an example, and inrun does not know its derivative. {loha}"
+        "Write the function with torch's own operations, or leave the parameter out with "
+        f"watch(..., ignore={sorted(names)[:5]!r})."
+    )
+
+
 def complex_parameters(names: Sequence[str]) -> CaptureError:
     """Update maps are functions of real numbers."""
     return CaptureError(

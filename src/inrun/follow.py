@@ -12,15 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from inrun.indexing import MARK, along, index
+from inrun.indexing import MARK, along, gather, index
 from inrun.layout import MIXED, Find, Kind, Layout, agree, batched, lost, name_of, tensors_in
+from inrun.operations import ALONG, ELEMENTWISE, REARRANGED, REDUCTIONS, is_pointwise
 
 Rule = Callable[
     [Callable[..., Any], tuple[Any, ...], dict[str, Any], Tensor, Find], "Layout | Kind | None"
@@ -41,8 +41,11 @@ def follow(
     """
     if out.ndim == 0:
         return MIXED
+    if "input" in kwargs:  # wherever it is given, it is the first argument
+        args = (kwargs["input"], *args)
+        kwargs = {k: x for k, x in kwargs.items() if k != "input"}
     name = name_of(func)
-    rule = _RULES.get(name) or (_broadcast if _is_pointwise(name) else None)
+    rule = _RULES.get(name) or (_broadcast if is_pointwise(name) else None)
     try:
         found = None if rule is None else rule(func, args, kwargs, out, find)
     except (ValueError, IndexError, TypeError, RuntimeError, NotImplementedError):
@@ -51,14 +54,6 @@ def follow(
         return found or lost(name)
     fits = 0 <= found.dim < out.ndim and out.shape[found.dim] == found.outer * B * found.inner
     return found if fits else lost(name)
-
-
-@cache
-def _is_pointwise(name: str) -> bool:
-    """Does torch itself say that each number of the output depends on one of each input?"""
-    packet = getattr(torch.ops.aten, name, None)
-    overloads = () if packet is None else packet.overloads()
-    return any(torch.Tag.pointwise in getattr(packet, o).tags for o in overloads)
 
 
 def _broadcast(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
@@ -127,7 +122,7 @@ def _elsewhere(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> La
     layout, name = find(x), name_of(func)
     if layout is None or x.ndim != out.ndim:
         return None
-    place, missing = _ALONG[name]
+    place, missing = ALONG[name]
     dims = kwargs.get("dims", kwargs.get("dim"))
     if dims is None and len(args) > place:
         dims = args[place:] if name == "flip" else args[place]
@@ -136,18 +131,6 @@ def _elsewhere(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> La
     given = dims if isinstance(dims, (list, tuple)) else [dims]
     flat = [d for e in given for d in (e if isinstance(e, (list, tuple)) else [e])]
     return None if None in flat or layout.dim in [d % x.ndim for d in flat] else layout
-
-
-# The argument that names the dimensions, and what holds without it (None: all of them).
-_ALONG: dict[str, tuple[int, Any]] = {
-    "flip": (1, None), "roll": (2, None), "sort": (1, -1), "argsort": (1, -1), "topk": (2, -1),
-    "diff": (2, -1), "cummax": (1, None), "cummin": (1, None), "fft_fftshift": (1, None),
-    "fft_ifftshift": (1, None),
-    **dict.fromkeys(("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft"),
-                    (2, -1)),
-    **dict.fromkeys(("fft_fft2", "fft_ifft2", "fft_rfft2", "fft_irfft2"), (2, (-2, -1))),
-    **dict.fromkeys(("fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn"), (2, None)),
-}  # fmt: skip
 
 
 def _matrices(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
@@ -227,7 +210,7 @@ def _embedding(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> La
 
 
 def _matmul(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
-    *added, x, y = [a for a in args if isinstance(a, Tensor)]
+    *added, x, y = tensors_in(args, kwargs)
     if name_of(func) == "rmatmul":
         x, y = y, x
     found = [replace(z, dim=z.dim + out.ndim - t.ndim) for t, z in batched(added, {}, find)]
@@ -258,15 +241,25 @@ def _attention(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> La
 
 def _einsum(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
     equation, operands = args[0], tensors_in(args[1:])
-    if not isinstance(equation, str) or "->" not in equation or "." in equation:
+    if not isinstance(equation, str) or "->" not in equation:
         return None
     inputs, result = equation.replace(" ", "").split("->")
+    places = _names(result, out.ndim)
     found: list[Layout | None] = []
     for t, letters in zip(operands, inputs.split(","), strict=True):
         layout = find(t)
         if layout is not None:
-            found.append(replace(layout, dim=result.index(letters[layout.dim])))
+            letter = _names(letters, t.ndim)[layout.dim]
+            found.append(replace(layout, dim=places.index(letter)))
     return agree(found)
+
+
+def _names(letters: str, ndim: int) -> list[Any]:
+    """A name for every dimension; those of an ellipsis are counted from its right end."""
+    if "..." not in letters:
+        return list(letters)
+    before, after = letters.split("...")
+    return [*before, *reversed(range(ndim - len(before) - len(after))), *after]
 
 
 def _cat(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
@@ -314,40 +307,11 @@ def _recurrent(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> La
     return layout if layout == state or out.shape[1] != x.shape[layout.dim] else None
 
 
-# Element-wise operations of which torch does not say so itself, and other spellings.
-_ELEMENTWISE = (
-    "floor_divide", "subtract", "multiply", "rdiv", "divide", "true_divide", "floordiv", "rfloordiv", "mod", "rmod",
-    "rpow", "float_power", "arctan2", "and", "or", "xor", "rand", "ror", "rxor", "iand", "ior",
-    "isclose", "clip", "copy", "complex", "polar", "threshold", "hardtanh", "mse_loss", "l1_loss",
-    "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
-    "kl_div", "gaussian_nll_loss", "poisson_nll_loss", "soft_margin_loss", "masked_fill",
-    "hardswish", "tanhshrink", "softsign", "logsigmoid", "log_sigmoid", "exponential", "bernoulli",
-    "normal", "uniform", "random", "fill", "zero", "negative", "absolute", "conj", "real", "imag",
-    "resolve_conj", "resolve_neg", "invert", "pos", "bool", "int", "long", "short", "byte",
-    "float", "double", "half", "bfloat16", "cfloat", "cdouble", "data", "tril", "triu",
-    "special_expit", "softmin", "gumbel_softmax", "rrelu", "cpu", "cuda", "isreal", "not",
-    "pin_memory", "ne", "eq", "ge", "gt", "le", "lt",
-)  # fmt: skip
-
-_REDUCTIONS = (
-    "sum", "nansum", "mean", "nanmean", "prod", "amax", "amin", "aminmax", "max", "min", "argmax",
-    "argmin", "all", "any", "std", "var", "std_mean", "var_mean", "norm", "vector_norm",
-    "logsumexp", "linalg_norm", "linalg_vector_norm", "median", "nanmedian", "mode", "count_nonzero", "kthvalue", "quantile",
-    "nanquantile",
-)  # fmt: skip
-
-_REARRANGED = (
-    "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "t", "T", "mT", "H",
-    "mH", "adjoint", "unbind", "split", "split_with_sizes", "chunk", "unsafe_chunk", "unsafe_split",
-    "tensor_split", "narrow", "select", "diagonal", "diag_embed", "view_as_real", "view_as_complex",
-    "glu", "multinomial",
-)  # fmt: skip
-
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE, _broadcast),
-    **dict.fromkeys(_REDUCTIONS, _reduced),
-    **dict.fromkeys(_REARRANGED, _rearranged),
-    **dict.fromkeys(_ALONG, _elsewhere),
+    **dict.fromkeys(ELEMENTWISE, _broadcast),
+    **dict.fromkeys(REDUCTIONS, _reduced),
+    **dict.fromkeys(REARRANGED, _rearranged),
+    **dict.fromkeys(ALONG, _elsewhere),
     **dict.fromkeys(
         ("inverse", "linalg_inv", "linalg_det", "det", "linalg_cholesky", "cholesky",
          "linalg_matrix_exp", "matrix_exp", "linalg_pinv", "pinverse"), _matrices),
@@ -375,9 +339,10 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _from_right),
     **dict.fromkeys(("repeat", "tile"), _repeat),
     **dict.fromkeys(
-        ("gather", "take_along_dim", "index_select", "scatter", "scatter_add", "index_add",
+        ("index_select", "scatter", "scatter_add", "index_add",
          "index_copy", "index_fill"), along),
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
+    **dict.fromkeys(("gather", "take_along_dim"), gather),
     "linear": _linear,
     "embedding": _embedding,
     "scaled_dot_product_attention": _attention,

@@ -86,20 +86,32 @@ def _picked(given: tuple[Any, ...], find: Find) -> Layout | None:
 
 
 def along(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
-    """``gather``, ``index_select`` and friends along a dimension that is not the examples'."""
+    """``index_select``, ``scatter`` and friends along a dimension that is not the examples'."""
     x, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
     layout = find(x)
     if not isinstance(dim, int):
         return None
     if layout is None and name_of(func) == "index_select":
         return _picked((slice(None),) * (dim % x.ndim) + (kwargs.get("index", args[-1]),), find)
-    if layout is None and name_of(func) in ("gather", "take_along_dim"):
-        found = find(kwargs.get("index", args[2] if len(args) > 2 else args[-1]))
-        return found if found is not None and out.ndim == x.ndim else None
     if layout is None or dim % x.ndim == layout.dim:
         return None
     others = [y for t, y in batched(args[1:], kwargs, find) if t.ndim == x.ndim]
     return agree([layout, *others])
+
+
+def gather(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
+    """``gather(x, dim, index)`` and ``take_along_dim(x, index, dim)``: the output has the index's
+    places. What is gathered from a constant belongs to whom the index belongs to."""
+    names = ("indices", "dim") if name_of(func) == "take_along_dim" else ("dim", "index")
+    given = {**dict(zip(("input", *names), args, strict=False)), **kwargs}
+    x, dim, index = given["input"], given.get("dim"), given.get("index", given.get("indices"))
+    if not isinstance(dim, int) or not isinstance(index, Tensor):
+        return None
+    own, chosen = find(x), find(index)
+    if own is None:
+        return chosen
+    together = own if chosen is None else agree([own, chosen])
+    return together if dim % x.ndim != own.dim else None
 
 
 def _written_dim(target: Tensor, given: Any, value: Tensor, layout: Layout, B: int) -> int | None:

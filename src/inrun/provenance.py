@@ -7,6 +7,7 @@ A tensor is one of
   one entry per example, *outside* if not (a whole dataset, of which a part may be the batch);
 * *parametric*: a watched parameter or made of parameters alone (a ``Node``);
 * *mixed*: made of the batch and the same for all examples (a mean over the batch, a loss);
+* *pairs*: similarities [B, B] of every example with every other (pairs.py);
 * *lost*: made of the batch, and where the examples are in it is not known;
 * *constant*: everything else: the model's own tensors and what is made of nothing. That a constant
   was made of data costs time, never a value: what it makes of parameters is treated as parametric.
@@ -23,25 +24,27 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten
 
+from inrun import pairs
 from inrun.anchors import Claims, Entries, named_tensors
 from inrun.arguments import flatten
-from inrun.errors import random_parameter, transformed
+from inrun.errors import random_parameter, transformed, unseen_function
 from inrun.follow import follow
 from inrun.indexing import written
 from inrun.layout import MIXED, Kind, Layout, Lost, in_place, lost, name_of, tensors_in
 from inrun.nodes import Node
-from inrun.recall import Recall
+from inrun.recall import Followed, Recall, tensors_of
 from inrun.tap import (
     Known,
     MicroBatch,
     in_backward,
     own_tensors,
     shape_of,
+    sources,
     storage_key,
     unwrapped,
 )
 
-CONSTANT, OUTSIDE = Kind("constant"), Kind("outside")
+CONSTANT, OUTSIDE, PAIRS = Kind("constant"), Kind("outside"), Kind("pairs")
 _COLLATED = ("stack", "cat", "concat", "concatenate", "vstack", "pad_sequence")
 LIKE = ("to", "type_as", "view_as", "reshape_as", "expand_as")
 _RANDOM = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
@@ -181,6 +184,15 @@ class Provenance:
         if roots and torch.is_grad_enabled():
             raise transformed(set(roots))
 
+    def _refuse_unseen(self, tensors: Sequence[Tensor], infos: Sequence[Any]) -> None:
+        """A tensor that seems constant and has a gradient: a custom autograd function made it."""
+        for t, info in zip(tensors, infos, strict=True):
+            if info is CONSTANT and t.grad_fn is not None:
+                function, leaves = sources(t)
+                names = [self.nodes[id(p)].name for p in leaves if id(p) in self.nodes]
+                if names:
+                    raise unseen_function(function, names)
+
     def _layout(self, t: Any) -> Layout | None:
         """Of a batched tensor; claims that have been proven are none."""
         info = self._find(t) if isinstance(t, Tensor) else None
@@ -209,6 +221,15 @@ class Provenance:
                 self._note_in_place(t, found)
             self._remember(t, found)
 
+    def _note_again(self, out: Any, known: Followed) -> bool:
+        """The outputs are made of the same as before, if they look the same."""
+        outs = tensors_of(out)
+        if outs is None or [t.shape for t in outs] != known.shapes:
+            return False
+        for t, info in zip(outs, known.infos, strict=True):
+            self._set(t, info)
+        return True
+
     def _note_data(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """The loop's own business: followed as far as possible, then by what it has become."""
         assert self.live is not None
@@ -233,13 +254,27 @@ class Provenance:
         if self.live.B == 1:  # all that is made of the batch belongs to its only example
             return Layout(0, out.shape[0] if out.ndim else 1)
         tensors = tensors_in(args, kwargs)
-        found: Any = next((x for t in tensors if type(x := self._find(t)) is Lost), None)
+        infos = [self._find(t) for t in tensors]
+        found: Any = next((x for x in infos if type(x) is Lost), None)
+        if self._of_pairs(func, args, kwargs, out):
+            return PAIRS
+        if found is None and PAIRS in infos:
+            found = lost(name_of(func))
         if found is not None:
             return found if out.ndim else MIXED
         if not any(self._layout(t) is not None for t in tensors):
             return MIXED
         found = follow(func, args, kwargs, out, self._layout, self.live.B)
         return found if not isinstance(found, Layout) else self._proved(found)
+
+    def _of_pairs(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> bool:
+        """Is the output made of similarities, or are these its numbers?"""
+        assert self.live is not None
+        infos = [self._find(t) for t in tensors_in(args, kwargs)]
+        if PAIRS not in infos:
+            return pairs.made(func, args, out, self._layout, self.live.B)
+        others = [type(x) in (Layout, Lost) or x is MIXED for x in infos]
+        return pairs.kept(func, out, [x is PAIRS for x in infos], others)
 
     def _proved(self, found: Layout) -> Layout:
         """The layout, after noting what the operation has shown."""
@@ -326,7 +361,7 @@ class Provenance:
         the moment; see ``MicroBatch.fixed``.)"""
         if not isinstance(x, Tensor) or self._planning:
             return x
-        if type(info) in (Layout, Lost) or info is MIXED:  # asked for its type
+        if type(info) in (Layout, Lost) or info in (MIXED, PAIRS):  # asked for its type
             return shape_of(x)
         return x.detach().clone()
 
@@ -339,9 +374,10 @@ class Provenance:
         nodes = [
             n if type(n) is Node else self._kept(x, n) for x, n in zip(leaves, infos, strict=True)
         ]
+        recorded = in_place(func) and torch.is_grad_enabled()
         for i, t in enumerate(tree_flatten(out)[0]):
-            if not isinstance(t, Tensor) or (id(t) in same and not in_place(func)):
-                continue  # ``W.to(same type)`` is W
+            if not isinstance(t, Tensor) or (id(t) in same and not recorded):
+                continue  # ``W.to(same type)`` is W, and so is ``W.clamp_(...)`` under no_grad
             index = None if isinstance(out, Tensor) else i
             if t.requires_grad:
                 name = name_of(func)

@@ -172,7 +172,7 @@ class Run(Summary, Tables):
 
     def coverage(self) -> pd.DataFrame:
         """One row per parameter: is it scored, through which operations, in which form."""
-        return coverage_table(self.params, self._left_out, self._capture.coverage)
+        return coverage_table(self.params, self._left_out, self._capture.keeper.coverage)
 
     def state_dict(self) -> dict[str, Any]:
         """For the user's checkpoint: where the run stands. Everything recorded is safe first."""
@@ -329,7 +329,7 @@ class Run(Summary, Tables):
     def _account(self, new: int) -> None:
         if self._limit is None:
             self._limit = free_memory(
-                next(iter(self.params.values())).device, self._capture.offload
+                next(iter(self.params.values())).device, self._capture.keeper.offload
             )
         self._held += new
         if self._held > self._limit:

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import BackwardCFunction
 
 from inrun.autocast import Autocast, no_autocast
 from inrun.errors import refusal, written_to
+from inrun.layout import tensors_in
 from inrun.nodes import Node
 from inrun.ops import Call, Dense, Record
 from inrun.ops.cost import MANY
@@ -215,13 +217,21 @@ class Known:
 
 def own_tensors(modules: Iterable[nn.Module]) -> set[int]:
     """The ids of parameters, buffers and whatever else they hold, tensors as plain attributes too:
-    to ask each thing what it is would take longer."""
+    to ask each thing what it is would take longer. Short lists and dictionaries are looked into
+    (peft keeps the tokens of its prompts in one)."""
     own: set[int] = set()
     for module in modules:
         held = vars(module)
         buffers, params = held["_buffers"].values(), held["_parameters"].values()
         own.update(map(id, params), map(id, buffers), map(id, held.values()))
+        for name, x in held.items():
+            if type(x) in _HOLDERS and 0 < len(x) <= _SHORT and name not in _TORCHS_OWN:
+                own.update(map(id, tensors_in(x)))
     return own
+
+
+_HOLDERS, _SHORT = (dict, list, tuple), 64
+_TORCHS_OWN = frozenset(vars(nn.Module()))
 
 
 def put(target: Tensor, index: Any, value: Tensor) -> Tensor:
@@ -265,6 +275,22 @@ def _saves_output(out: Tensor) -> bool:
 
 
 _SAVES_OUTPUT: dict[type, bool] = {}
+
+
+def sources(t: Tensor) -> tuple[str, list[Tensor]]:
+    """The custom autograd function that a tensor comes from (else its last operation), and the
+    leaves of its graph."""
+    seen, left, leaves, name = {t.grad_fn}, [t.grad_fn], [], ""
+    while left:
+        node: Any = left.pop()
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        elif isinstance(node, BackwardCFunction):
+            name = name or type(node).__name__
+        new = {f for f, _ in node.next_functions if f is not None} - seen
+        seen |= new
+        left += new
+    return name or t.grad_fn.name(), leaves  # type: ignore[union-attr]
 
 
 def kept_by(out: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
