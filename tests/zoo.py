@@ -203,8 +203,8 @@ def gpt_neox() -> Problem:
                   num_attention_heads=2)  # fmt: skip
 
 
-def bert() -> Problem:
-    return classifier("bert", hidden_size=D, intermediate_size=12, num_hidden_layers=2,
+def bert(kind: str = "bert") -> Problem:
+    return classifier(kind, hidden_size=D, intermediate_size=12, num_hidden_layers=2,
                       num_attention_heads=2, max_position_embeddings=16, hidden_dropout_prob=0.0,
                       attention_probs_dropout_prob=0.0)  # fmt: skip
 
@@ -233,14 +233,21 @@ def t5() -> Problem:
     return Problem(model, batch, T, forward, loss)
 
 
-def lora() -> Problem:
+def adapted(kind: str, **options: Any) -> Problem:
+    """Llama with one of peft's adapters."""
     peft = pytest.importorskip("peft", reason="needs the extra inrun[hf]")
     problem = llama()
-    config = peft.LoraConfig(
-        r=2, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
-    )
+    config = getattr(peft, kind)(**options)
     problem.model = peft.get_peft_model(problem.model, config).to(torch.get_default_dtype())
+    problem.forward = lambda m, b: logits(m, b)[:, -T:]  # without the tokens of a prompt
     return problem
+
+
+LAYERS: dict[str, Any] = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+def lora() -> Problem:
+    return adapted("LoraConfig", r=2, init_lora_weights=False, **LAYERS)
 
 
 ZOO: dict[str, Callable[[], Problem]] = {
@@ -254,6 +261,7 @@ ZOO: dict[str, Callable[[], Problem]] = {
     "gpt2": gpt2,
     "distilbert": distilbert,
     "bert": bert,
+    "roberta": lambda: bert("roberta"),
     "llama": llama,
     "gpt-neox": gpt_neox,
     "qwen2": qwen2,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from inrun.errors import BatchError
+from inrun.errors import BatchError, complex_parameters
 from inrun.ops import Form
 from inrun.refusals import ignored
 
@@ -145,6 +145,7 @@ def scored_parameters(
     """The parameters to score by name, and the others with the reason they are left alone."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = {k.removeprefix("_orig_mod."): p for k, p in model.named_parameters()}
+    _refuse_complex(named, optimizer)
     left_out = ignored(ignore, list(named), _shared(model, named)) if ignore else set()
     scored: dict[str, Tensor] = {}
     others: dict[str, tuple[Tensor, str]] = {}
@@ -175,6 +176,15 @@ def _shared(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str]:
     every = model.named_parameters(remove_duplicate=False)
     names = {name.removeprefix("_orig_mod."): first[id(p)] for name, p in every}
     return {name: used for name, used in names.items() if name != used}
+
+
+def _refuse_complex(named: Mapping[str, Tensor], optimizer: Optimizer) -> None:
+    """Also those that are ignored: the step moves them, so the midpoint has to."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    found = [p for p in params if p.requires_grad and p.is_complex()]
+    if found:
+        names = {id(p): k for k, p in named.items()}
+        raise complex_parameters([names.get(id(p), "(outside the model)") for p in found])
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:

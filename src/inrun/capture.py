@@ -14,26 +14,27 @@ per-example gradients of a weight are formed anyway, its gradient is their sum
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack
 
 from inrun.arguments import flatten, present
 from inrun.autocast import Autocast, current
 from inrun.compiled import Backend
-from inrun.errors import nothing_recorded, refusal
-from inrun.layout import Layout, in_place, name_of, tensors_in
+from inrun.errors import nested, nothing_recorded, refusal, unproven_rows
+from inrun.keeping import Keeper
+from inrun.layout import MIXED, Layout, Lost, in_place, name_of, tensors_in
 from inrun.meeting import apart, has_pure_form, operate, prepare, shapes_suffice, summed_leaves
 from inrun.mode import Mode
 from inrun.nodes import Node
-from inrun.ops import Call, Form, Record, op_rule, replay
+from inrun.ops import Call, Form, op_rule, replay
 from inrun.ops.blocks import Blocks
-from inrun.provenance import CONSTANT, OUTSIDE, UNKNOWN, Provenance
-from inrun.recall import Followed, Met, Recall, tensors_of
+from inrun.pairs import halves
+from inrun.provenance import CONSTANT, LIKE, OUTSIDE, PAIRS, Provenance
+from inrun.recall import Followed, Met, Recall
 from inrun.tap import (
     MicroBatch,
     Tapped,
@@ -44,19 +45,20 @@ from inrun.tap import (
     put,
     saved_tensors_hooks,
     tapped,
+    transforms_active,
 )
 from inrun.whole import run_whole, whole
 
-# Not followed: backward passes, and questions whose answers are no tensors.
+# Not followed: questions whose answers are no tensors.
 _PASS = {
-    Tensor.backward, torch.autograd.backward, torch.autograd.grad,
     Tensor.dim, Tensor.size, Tensor.numel, Tensor.stride, Tensor.is_contiguous,
     *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "device", "dtype", "is_cuda")),
 }  # fmt: skip
+_BACKWARD = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
 class Capture(Provenance):
-    """The mode, what it has recorded, and the hooks that keep it alive during recomputation.
+    """The mode, and what it has recorded.
 
     Args:
         model: the user's model.
@@ -86,19 +88,14 @@ class Capture(Provenance):
         on_first_gradient: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(list(model.modules()), params, batch_dim)
-        self.model, self.form, self.offload = model, form, offload
-        self.fast, self.directions, self.probe = fast, directions, probe
-        self.check_memory, self.on_first_gradient = check_memory, on_first_gradient
-        self.coverage: dict[str, set[tuple[str, str]]] = {}
-        self.blocks = Blocks()
-        self._covered: set[Any] = set()
+        self.model, self.form, self.fast, self.probe = model, form, fast, probe
+        self.directions, self.blocks = directions, Blocks()
+        self.keeper = Keeper(directions, offload, check_memory, on_first_gradient)
         self.trigger = torch.zeros((), requires_grad=True)  # puts taps into the graph
         self.tap: Callable[..., Tensor] = apply_tap
-        self._planning = False
         self.calls, self.opened = 0, list[int]()  # calls seen, and composite ones among them
         self._eager_only, self._backend = False, Backend(self)
         self._mode = Mode(self.call)
-        self._hooks: list[Any] = []
 
     @contextmanager
     def batch(self, B: int) -> Iterator[MicroBatch]:
@@ -106,7 +103,12 @@ class Capture(Provenance):
         self.live = MicroBatch(B)
         self._forget_tensors()
         try:
-            with self.blocks.undone_if_it_fails(), self._stance(), self._mode:
+            with (
+                self.blocks.undone_if_it_fails(),
+                self._stance(),
+                self.entries.batch(self.modules),
+                self._mode,
+            ):
                 yield self.live
             if not self.live.fired:
                 raise nothing_recorded(
@@ -114,10 +116,13 @@ class Capture(Provenance):
                 )
         finally:
             self.live = None
-            for handle in self._hooks:
-                handle.remove()
-            self._hooks = []
             self._forget_tensors()
+
+    def refuse_unproven(self, micros: Iterable[MicroBatch]) -> None:
+        """An input was taken for one row per example because of its length alone."""
+        for micro in micros:
+            if unproven := self.claims.unproven(micro.claims):
+                raise unproven_rows(unproven[0], micro.claims[unproven[0]])
 
     def _stance(self) -> Any:
         """What is compiled goes through our backend, or runs eagerly where it cannot."""
@@ -157,23 +162,20 @@ class Capture(Provenance):
         A compiled graph rounds differently with taps in it than without, whatever they do, so there
         is nothing to keep bit for bit and weight gradients are always sums.
         """
-        hooks = self._hooks or [None]  # recomputation is not expected meanwhile
-        before = self.tap, self._mode.paused, self._hooks, self.fast, self._planning
-        self.tap, self._mode.paused, self._hooks, self.fast, self._planning = (
-            note, False, hooks, True, True,
-        )  # fmt: skip
+        before = self.tap, self._mode.paused, self.fast, self._planning
+        self.tap, self._mode.paused, self.fast, self._planning = note, False, True, True
         try:
             yield
         finally:
-            self.tap, self._mode.paused, self._hooks, self.fast, self._planning = before
+            self.tap, self._mode.paused, self.fast, self._planning = before
 
     def info(self, t: Tensor) -> Any:
         """A ``Node``, a ``Layout`` or one of the kinds above."""
         return self._find(t)
 
     def note(self, t: Tensor, info: Any) -> None:
-        if type(info) is Layout or info is UNKNOWN:
-            self._remember(t, info if type(info) is Layout else None)
+        if type(info) in (Layout, Lost) or info in (MIXED, PAIRS):
+            self._remember(t, info)
         else:
             self._info[t] = info
 
@@ -184,7 +186,11 @@ class Capture(Provenance):
         self.calls += 1
         if func in _PASS:
             return func(*args, **kwargs)
+        if func in _BACKWARD:
+            return self._run_backward(func, args, kwargs)
         assert self.live is not None
+        if transforms_active():
+            self._refuse_transformed(args, kwargs)
         key = known = None
         if not self._planning:
             state = self.live.B, torch.is_grad_enabled()
@@ -203,25 +209,53 @@ class Capture(Provenance):
         tensors = tensors_in(args, kwargs)
         infos = [self._find(t) for t in tensors]
         parametric = any(type(x) is Node for x in infos)
-        batched = any(type(x) is Layout or x is UNKNOWN for x in infos)
-        if parametric and torch.is_grad_enabled() and name_of(func) == "setitem":
+        if parametric and not self._any_batched(infos):
+            infos = self._anchor_operands(func, tensors, infos)
+        batched, name = self._any_batched(infos), name_of(func)
+        if parametric and batched and name in LIKE:  # the other says no more than its type or shape
+            parametric = type(infos[0]) is Node
+            batched = not parametric or name not in ("to", "type_as")
+        if parametric and torch.is_grad_enabled() and name == "setitem":
             return self._write_parameter(func, args, batched)
         if parametric and batched and torch.is_grad_enabled():
             return self._meet(func, args, kwargs, key)
         if parametric and batched:  # no gradients: the first pass of a reentrant checkpoint
             self._expect_recomputation()
+        if batched and torch.is_grad_enabled():
+            self._refuse_unseen(tensors, infos)
         out = func(*args, **kwargs)
         if batched:
             self._note_batched(func, args, kwargs, out)
-            if key is not None and not parametric and (found := Followed.of(out, self._find)):
-                self._recall.learn(key, found)
+            known = Followed.of(out, self._find) if key is not None and not parametric else None
+            if known and not (in_place(func) and known.infos != infos[:1]):
+                self._recall.learn(key, known)
         elif parametric:
             self._note_parametric(func, args, kwargs, out)
+        elif any(x is OUTSIDE or type(x) is Layout for x in infos):
+            self._note_data(func, args, kwargs, out)
         else:
-            outside = any(x is OUTSIDE for x in infos)
             for t in tensors_in(out):
-                self._info[t] = self._one(self._classify(t)) if outside else CONSTANT
+                self._set(t, CONSTANT)
+            if self._by_storage is not None:
+                self._revive(tensors)
         return out
+
+    def _any_batched(self, infos: Sequence[Any]) -> bool:
+        """Is one of them made of the batch?"""
+        return any(
+            x is MIXED or x is PAIRS or type(x) is Lost or (type(x) is Layout and not x.data)
+            for x in infos
+        )
+
+    def _anchor_operands(
+        self, func: Any, tensors: Sequence[Tensor], infos: Sequence[Any]
+    ) -> list[Any]:
+        """Outside any module, data that meets a parameter is what the model receives."""
+        if any(type(x) is Layout for x in infos):
+            roots = sorted(r for x in infos if type(x) is Node for r in x.roots)
+            name = f"the operand of '{name_of(func)}' with {', '.join(roots[:2])}"
+            self.anchor([(name, t) for t in tensors])
+        return [self._find(t) for t in tensors]
 
     def _meet(self, func: Any, args: Any, kwargs: Any, key: Any) -> Any:
         """A parametric tensor meets the examples: run the operation and tap its output."""
@@ -234,6 +268,10 @@ class Capture(Provenance):
                 return body(*args, **kwargs)
         leaves, spec = flatten(args, kwargs)
         nodes, layouts = self._operands(leaves)
+        claims = {c: name_of(func) for x in layouts if x is not None for c in x.claims}
+        self.live.claims.update(claims)
+        if any(isinstance(x, Tensor) and x.is_nested for x in leaves):
+            raise nested([n for n in nodes if n is not None])
         call = prepare(
             func, leaves, spec, nodes, layouts, self.live.B, self.form, self.fast, self.directions
         )
@@ -246,13 +284,20 @@ class Capture(Provenance):
             return out
         if not isinstance(out, Tensor) or not has_pure_form(func):
             raise refusal(call, tensors_in(out), "it has no rule")
-        call = self._placed(call, func, args, kwargs, out)
-        met = Met(call.with_(leaves=()), rule.records if rule else replay, present(nodes),
+        of_pairs = self._of_pairs(func, args, kwargs, out)
+        if not of_pairs:
+            call = self._placed(call, func, args, kwargs, out)
+        records = halves if of_pairs else rule.records if rule else replay
+        met = Met(call.with_(leaves=(), shape=out.shape), records, present(nodes),
                   present(layouts), detached, summed, shapes_suffice(func),
                   rule.kept if rule else (), whole(call, func, summed))  # fmt: skip
-        if key is not None and spec.nested is None and not in_place(func):
+        plain = spec.nested is None and not in_place(func) and not claims and not of_pairs
+        if key is not None and plain:
             self._recall.learn(key, met)
-        return self._tap(out, call, met, leaves, call.leaves)
+        out = self._tap(out, call.with_(shape=out.shape), met, leaves, call.leaves)
+        if of_pairs:
+            self._set(out, PAIRS)
+        return out
 
     def _meet_again(self, func: Any, args: Any, kwargs: Any, met: Met) -> Any:
         """The same call as before, with other numbers."""
@@ -286,13 +331,20 @@ class Capture(Provenance):
         """Which arguments are parametric, and where the examples are in the batched ones."""
         infos = [self._find(x) if isinstance(x, Tensor) else None for x in leaves]
         nodes = [x if type(x) is Node else None for x in infos]
-        return nodes, [x if type(x) is Layout else None for x in infos]
+        layouts = [
+            Layout(0) if x is PAIRS else self._layout(leaf) if isinstance(leaf, Tensor) else None
+            for leaf, x in zip(leaves, infos, strict=True)
+        ]
+        return nodes, layouts
 
     def _placed(self, call: Call, func: Any, args: Any, kwargs: Any, out: Tensor) -> Call:
         """The call with its output's layout and shape."""
         layout = self._follow(func, args, kwargs, out)
-        if layout is None:
-            raise refusal(call, [out], "the examples cannot be told apart in its output")
+        if not isinstance(layout, Layout):
+            why = "the examples cannot be told apart in its output"
+            if type(layout) is Lost and layout.by != name_of(func):
+                why += f" since '{layout.by}'"
+            raise refusal(call, [out], why)
         return call.with_(layout=layout, shape=out.shape)
 
     def _tap(
@@ -313,17 +365,6 @@ class Capture(Provenance):
         out = tapped(self.tap, out, call, tap, extras)
         self._remember(out, call.layout)
         return out
-
-    def _note_again(self, out: Any, known: Followed) -> bool:
-        """The outputs are made of the same as before, if they look the same."""
-        outs = tensors_of(out)
-        if outs is None or [t.shape for t in outs] != known.shapes:
-            return False
-        for t, info in zip(outs, known.infos, strict=True):
-            self._info[t] = info
-            if self._by_storage is not None:
-                self._note_storage(t, info)
-        return True
 
     def _write_parameter(self, func: Any, args: Any, batched: bool) -> None:
         """``target[index] = parameter``: as an operation that gives a new target."""
@@ -350,51 +391,25 @@ class Capture(Provenance):
         tap = Tapped(replay, self.live, present(layouts), (), (), self.receive)
         self._remember(self.tap(target, call, tap), layout)
 
-    def receive(self, tap: Tapped, call: Call, delta: Tensor) -> Sequence[Tensor | None]:
+    def receive(
+        self, tap: Tapped, call: Call, delta: Tensor, loose: Sequence[int]
+    ) -> Sequence[Tensor | None]:
         """δ has arrived: keep the records; the gradients of what is summed."""
-        self.first_gradient(tap.micro)
-        pairs = tap.records(call, delta)
+        self.keeper.first_gradient(tap.micro)
+        pairs = tap.lasting(call, delta, loose)
         totals = [None] if self.probe else tap.totals(call, pairs)
-        self.keep(tap.micro, call.name, pairs)
+        self.keeper.keep(tap.micro, call.name, pairs)
         return totals
 
-    def first_gradient(self, micro: MicroBatch) -> None:
-        """Before anything is added to .grad."""
-        if not micro.fired:
-            micro.fired = True
-            self.on_first_gradient()
-
-    def keep(self, micro: MicroBatch, name: str, pairs: Sequence[tuple[Node, Record]]) -> None:
-        for node, record in pairs:
-            kind = type(record)
-            if (node.roots, name, kind) not in self._covered:
-                self._covered.add((node.roots, name, kind))
-                for root in node.roots:
-                    self.coverage.setdefault(root, set()).add((name, kind.__name__.lower()))
-            if self.offload:
-                record = record.map(lambda t: t.to("cpu", non_blocking=False))
-            self.check_memory(micro.add(node, record, self.directions))
-
-    # Activation checkpointing recomputes in the autograd engine, where no mode is on. Hooks on the
-    # modules turn it on again; they are there only from the moment checkpointing is seen.
+    # Activation checkpointing recomputes in the autograd engine, which takes along the modes that
+    # are on when it is called. Ours is on from the moment checkpointing is seen.
 
     def _expect_recomputation(self) -> None:
-        if self._hooks:
-            return
-        self._note_storages()
-        for module in self.modules:
-            self._hooks.append(module.register_forward_pre_hook(self._enter_module))
-            leave = module.register_forward_hook(self._leave_module, always_call=True)
-            self._hooks.append(leave)
+        if self._by_storage is None and not self._planning:
+            self._note_storages()
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
-        if self.live is None or self._mode in _get_current_function_mode_stack():
-            return
-        self._mode.__enter__()
-        self._reentered.__dict__.setdefault("by", []).append(module)
-
-    def _leave_module(self, module: nn.Module, args: Any, out: Any) -> None:
-        by = getattr(self._reentered, "by", None)
-        if by and by[-1] is module:
-            by.pop()
-            self._mode.__exit__(None, None, None)
+    def _run_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._by_storage is None:
+            return func(*args, **kwargs)
+        with self._mode:
+            return composite(func)(*args, **kwargs)

@@ -18,7 +18,7 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,6 +103,13 @@ class Variant:
     run: Callable[..., Any]
     meetings: tuple[Meeting, ...]
     outputs: tuple[Any, ...]  # what is known of each
+    constants: tuple[Tensor, ...] = ()  # that tensors made of parameters are made of, too
+
+    @cached_property
+    def claims(self) -> dict[str, str]:
+        """What its layouts rest on, with the name of an operation."""
+        operands = [(m.call, x) for m in self.meetings for x in m.call.layouts if x is not None]
+        return {claim: call.name for call, x in operands for claim in x.claims}
 
 
 class Graph:
@@ -114,6 +121,7 @@ class Graph:
         self.capture, self.gm, self.compile = capture, gm, compile
         self.aside: Callable[[], Any] = capture.paused  # the mode looks away
         self.variants: dict[Any, Variant] = {}
+        self._names = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
         self._meetings: list[list[Meeting]] = []  # as the compiled graphs hold them
 
     def close(self) -> None:
@@ -126,6 +134,7 @@ class Graph:
         if self.capture.live is None:
             return self.gm(*inputs)
         with torch._C.DisableTorchFunction():
+            self._anchor(inputs)
             key = self._key(inputs)
         if key not in self.variants:
             try:
@@ -138,6 +147,11 @@ class Graph:
                 return _Inline(self.gm).run(*inputs)
         with self.aside():
             return self._run(self.variants[key], inputs)
+
+    def _anchor(self, inputs: Sequence[Any]) -> None:
+        """Data that the graph takes is what the model receives."""
+        given = [(i, x) for i, x in enumerate(inputs) if type(x) is Tensor]
+        self.capture.anchor([(f"{self._names[i]} of the compiled graph", x) for i, x in given])
 
     def _key(self, inputs: Sequence[Any]) -> Any:
         assert self.capture.live is not None
@@ -162,12 +176,15 @@ class Graph:
         slots: tuple[Tensor, ...] = ()
         if variant.meetings:
             live.met, live.autocast = True, variant.meetings[0].call.autocast
-            slots = Receive.apply(capture.trigger, capture, live, variant.meetings)
+            data = {x.data_ptr() for x in inputs if isinstance(x, Tensor) and not x.requires_grad}
+            slots = Receive.apply(capture.trigger, capture, live, variant.meetings, data)
+        live.claims.update(variant.claims)
         out = variant.run(*inputs, *slots)
+        live.fixed += [(t, t._version) for t in variant.constants]
         for t, info in zip(tensors_in(out), variant.outputs, strict=True):
             capture.note(t, info)
             if t.requires_grad and slots:
-                t.register_hook(lambda g: capture.first_gradient(live))
+                t.register_hook(lambda g: capture.keeper.first_gradient(live))
         return out
 
     def _make(self, inputs: Sequence[Any]) -> Variant:
@@ -178,7 +195,9 @@ class Graph:
         slots = insert_taps(gm, meetings)
         zeros = [s.make().requires_grad_() for s in slots]
         run = self.compile(gm, [*inputs, *zeros])
-        return Variant(run, tuple(m for ms in meetings.values() for m in ms), outputs)
+        met = tuple(m for ms in meetings.values() for m in ms)
+        constants = [t for m in met for node, _ in m.records for t in node.constants()]
+        return Variant(run, met, outputs, tuple(constants))
 
 
 class Receive(torch.autograd.Function):
@@ -186,10 +205,11 @@ class Receive(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, trigger: Tensor, capture: Capture, micro: MicroBatch, meetings: Sequence[Meeting]
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, trigger: Tensor, capture: Capture, micro: MicroBatch,
+        meetings: Sequence[Meeting], data: set[int],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
-        ctx.capture, ctx.micro, ctx.meetings = capture, micro, meetings
+        ctx.capture, ctx.micro, ctx.meetings, ctx.data = capture, micro, meetings, data
         zeros: dict[Any, Tensor] = {}
         made = []
         for slot in (s for m in meetings for s in m.slots):
@@ -203,13 +223,15 @@ class Receive(torch.autograd.Function):
     def backward(ctx: Any, *tensors: Tensor | None) -> Any:
         left = iter(tensors)
         for meeting in ctx.meetings:
-            given = [next(left) for _ in meeting.slots]
-            if any(t is None for t in given):
+            given = [t for t in (next(left) for _ in meeting.slots) if t is not None]
+            if len(given) < len(meeting.slots):
                 continue  # nothing of the loss went through here
             with torch._C.DisableTorchFunction(), torch.no_grad():
+                # an input as it came: the next micro-batch may be written to its memory
+                given = [t.clone() if t.data_ptr() in ctx.data else t for t in given]
                 pairs = meeting.arrived(given)
-            ctx.capture.keep(ctx.micro, meeting.call.name, pairs)
-        return None, None, None, None
+            ctx.capture.keeper.keep(ctx.micro, meeting.call.name, pairs)
+        return None, None, None, None, None
 
 
 class _Inline(fx.Interpreter):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -47,6 +47,18 @@ def refusal(call: Call, outs: Sequence[Tensor], why: str) -> CaptureError:
     )
 
 
+def unproven_rows(name: str, operation: str) -> CaptureError:
+    """An input that has as many entries as the batch has examples, by chance or not."""
+    return CaptureError(
+        f"the model's input {name} has one entry for each id, and a parameter meets it in "
+        f"'{operation}', but nothing shows that entry k belongs to ids[k]: no operation lays its "
+        "rows beside the batch's, and it was seen with one batch size only. If it does belong to "
+        "the examples, use validation batches of another size than the training batches: that "
+        "shows it. If it does not (a memory, a list of classes), make it a buffer of the model "
+        "(register_buffer)."
+    )
+
+
 def random_parameter(operation: str, roots: Collection[str]) -> CaptureError:
     """Dropout and the like on something made of parameters alone."""
     names = sorted(roots)
@@ -54,6 +66,62 @@ def random_parameter(operation: str, roots: Collection[str]) -> CaptureError:
         f"parameter {', '.join(names)} goes through '{operation}' before it meets an example: its "
         "random choice cannot be made again when the parameter is scored. Apply it after the "
         f"example is there, or leave it out with watch(..., ignore={names!r})."
+    )
+
+
+def written_to() -> CaptureError:
+    """Compiled graphs only: elsewhere a copy is kept."""
+    return CaptureError(
+        "a buffer that a parameter is combined with inside a compiled graph (a mask on weights, "
+        "say) was written to in place before optimizer.step(), so what it held for an earlier "
+        "micro-batch is gone. Assign a new tensor to the buffer instead of writing to it "
+        "(self.mask = torch.bernoulli(...)), or take one micro-batch per step."
+    )
+
+
+def nested(nodes: Collection[Any]) -> CaptureError:
+    """Rows of different lengths in one tensor."""
+    names = sorted({r for n in nodes for r in n.roots})
+    return CaptureError(
+        f"parameter {', '.join(names)} meets a nested tensor (torch.nested, jagged or strided), "
+        "whose examples have different lengths; inrun has no rules for these. Pad the sequences to "
+        "one length (torch.nested.to_padded_tensor, torch.nn.utils.rnn.pad_sequence) and mask the "
+        "padding in attention and loss."
+    )
+
+
+def transformed(names: Collection[str]) -> CaptureError:
+    """Inside vmap the examples' dimension cannot be seen, inside grad a gradient is not one of the
+    training."""
+    return CaptureError(
+        f"parameter {', '.join(sorted(names))} is used inside a transformation of torch.func "
+        "(vmap, grad, jvp, ...), where inrun cannot tell the examples apart. Call the model on the "
+        "whole batch without vmap (an ensemble: one module after the other); what is not trained "
+        "on belongs under torch.no_grad() or outside run.batch(ids). Otherwise leave the parameter "
+        f"out with watch(..., ignore={sorted(names)!r})."
+    )
+
+
+def unseen_function(name: str, names: Sequence[str]) -> CaptureError:
+    """torch shows us what happens inside a custom autograd function, but not its derivative."""
+    function = name.removesuffix("Backward")
+    loha = "This is peft's LoHa: use LoKr or LoRA. " if function.startswith("Hada") else ""
+    return CaptureError(
+        f"parameter {', '.join(sorted(names)[:5])} goes through the custom autograd function "
+        f"'{function}' before it meets an example, and inrun does not know its derivative. {loha}"
+        "Write the function with torch's own operations, or leave the parameter out with "
+        f"watch(..., ignore={sorted(names)[:5]!r})."
+    )
+
+
+def complex_parameters(names: Sequence[str]) -> CaptureError:
+    """Update maps are functions of real numbers."""
+    return CaptureError(
+        f"parameter {', '.join(names[:5])} is complex, and the optimizer's update of complex "
+        "numbers cannot be scored. Keep it as a real parameter of pairs, "
+        "nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex(self.w) in forward(): "
+        "torch's own optimizers treat a complex parameter as just these pairs, so the training is "
+        "the same."
     )
 
 
@@ -68,5 +136,6 @@ def nothing_recorded(B: int, batch_dim: int, shapes: Sequence[tuple[int, ...]]) 
     return BatchError(
         "no backward() ran from an example through the model inside run.batch(ids), so there is "
         "nothing to score. Make the batch before the with block, and call the forward pass and "
-        "loss.backward() inside it."
+        "loss.backward() inside it, with the model's own parameters (torch.func.functional_call "
+        "and stack_module_state may have been given copies)."
     )

@@ -8,7 +8,7 @@ gradients never have to be pulled back through it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +54,14 @@ class Node:
         name = f"{op}({', '.join(sorted(roots))})"
         kept = tuple(x.detach() if isinstance(x, Tensor) else x for x in leaves)
         return Node(name, None, func, kept, spec, index, roots, current(device))
+
+    def constants(self) -> Iterator[Tensor]:
+        """The tensors that it is made of beside parameters."""
+        for x in self.leaves:
+            if isinstance(x, Node):
+                yield from x.constants()
+            elif isinstance(x, Tensor):
+                yield x
 
 
 def directions(node: Node, u: Mapping[str, Tensor]) -> Tensor:

@@ -50,7 +50,8 @@ class Slot:
 
     @property
     def carrier(self) -> torch.dtype:
-        return self.dtype if self.dtype.is_floating_point else torch.float64
+        kept = self.dtype.is_floating_point or self.dtype.is_complex
+        return self.dtype if kept else torch.float64
 
     def make(self) -> Tensor:
         return torch.zeros((), dtype=self.carrier, device=self.device).expand(self.shape)
@@ -77,7 +78,7 @@ class Meeting:
         """Per-example gradients and nothing else."""
         return not self.raw and all(type(r) is Dense for _, r in self.records)
 
-    def send(self, tap: Tapped, call: Call, delta: Tensor) -> list[Tensor]:
+    def send(self, tap: Tapped, call: Call, delta: Tensor, loose: Any = ()) -> list[Tensor]:
         """Inside the graph: gradients of what is summed, then of the slots."""
         pairs = tap.records(call, delta)
         tensors = [t for _, record in pairs for t in record.tensors()]

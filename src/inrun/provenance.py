@@ -2,39 +2,51 @@
 
 A tensor is one of
 
-* *batched*: made of the batch's data; a ``Layout`` says where its examples are;
+* *batched*: made of the batch; a ``Layout`` says where its examples are;
+* *data*: the loop's own, not yet received by the model; a ``Layout`` with ``data`` set if it has
+  one entry per example, *outside* if not (a whole dataset, of which a part may be the batch);
 * *parametric*: a watched parameter or made of parameters alone (a ``Node``);
-* *unknown*: made of the data, but the examples are no longer apart in it (a loss);
-* *outside*: brought along by the loop, of another size (a whole dataset): what is cut out of it
-  may be the batch;
-* *constant*: everything else: the model's own tensors and what is made of nothing.
+* *mixed*: made of the batch and the same for all examples (a mean over the batch, a loss);
+* *pairs*: similarities [B, B] of every example with every other (pairs.py);
+* *lost*: made of the batch, and where the examples are in it is not known;
+* *constant*: everything else: the model's own tensors and what is made of nothing. That a constant
+  was made of data costs time, never a value: what it makes of parameters is treated as parametric.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten
 
+from inrun import pairs
+from inrun.anchors import Claims, Entries, named_tensors
 from inrun.arguments import flatten
-from inrun.errors import random_parameter
-from inrun.follow import follow, written
-from inrun.layout import Layout, in_place, name_of, tensors_in
+from inrun.errors import random_parameter, transformed, unseen_function
+from inrun.follow import follow
+from inrun.indexing import written
+from inrun.layout import MIXED, Kind, Layout, Lost, in_place, lost, name_of, tensors_in
 from inrun.nodes import Node
-from inrun.recall import Recall
-from inrun.tap import Known, MicroBatch, own_tensors, storage_key
+from inrun.recall import Followed, Recall, tensors_of
+from inrun.tap import (
+    Known,
+    MicroBatch,
+    in_backward,
+    own_tensors,
+    shape_of,
+    sources,
+    storage_key,
+    unwrapped,
+)
 
-
-class _Kind:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-CONSTANT, UNKNOWN, OUTSIDE = _Kind("constant"), _Kind("unknown"), _Kind("outside")
+CONSTANT, OUTSIDE, PAIRS = Kind("constant"), Kind("outside"), Kind("pairs")
 _COLLATED = ("stack", "cat", "concat", "concatenate", "vstack", "pad_sequence")
+LIKE = ("to", "type_as", "view_as", "reshape_as", "expand_as")
 _RANDOM = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
            "feature_alpha_dropout", "bernoulli", "rrelu", "gumbel_softmax")  # fmt: skip
 
@@ -47,16 +59,20 @@ class Provenance:
     ) -> None:
         self.modules, self.batch_dim = modules, batch_dim
         self.live: MicroBatch | None = None
-        self._reentered = threading.local()
+        self._planning = False
         self._layouts: dict[Any, Layout] = {}
+        self.claims = Claims()
+        self.entries = Entries(self, modules[0])
         self.watch(params)
         self._forget_tensors()
 
     def _forget_tensors(self) -> None:
         self._info = Known()
-        self._by_storage: dict[Any, Layout] | None = None  # where something is recomputed
+        self._by_storage: dict[Any, Any] | None = None  # where something is recomputed
         self._constants: set[int] | None = None  # the model's own tensors
         self._shapes: list[tuple[int, ...]] = []
+        self._inside: list[nn.Module] = []  # module calls that are under way
+        self.anchored = False  # is it known which tensors are the batch?
 
     def watch(self, params: Mapping[str, Tensor]) -> None:
         """The parameters to score, from the next batch on."""
@@ -82,84 +98,272 @@ class Provenance:
         """Equal layouts are one object."""
         if type(info) is not Layout:
             return info
-        return self._layouts.setdefault((info.dim, info.outer, info.inner, info.guessed), info)
+        key = (info.dim, info.outer, info.inner, info.data, info.claims)
+        return self._layouts.setdefault(key, info)
 
-    def _classify(self, t: Tensor) -> Layout | _Kind:
-        """A tensor from outside: the batch's data, unless it belongs to the model."""
+    def _classify(self, t: Tensor) -> Any:
+        """A tensor that no call was seen to make."""
         assert self.live is not None
-        if self.owns(t):
+        if self.owns(t) or isinstance(t, nn.Parameter):  # another model's (a teacher) are no data
             return CONSTANT
-        if getattr(self._reentered, "by", None):
-            known = None if self._by_storage is None else self._by_storage.get(storage_key(t))
-            if known is not None:
+        if self._by_storage is not None and in_backward():
+            known = self._by_storage.get(storage_key(t))
+            if known is not None and (type(known) is not Node or t.requires_grad):
                 return known
-        if t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B:
-            return Layout(self.batch_dim, guessed=True)
-        if t.ndim == 0:
+        if self.anchored and t.requires_grad and not t.is_leaf:
+            return lost("a function that torch does not show")
+        if t.ndim == 0 or (self.anchored and self._inside):
             return CONSTANT
+        return self._as_data(t)
+
+    def _as_data(self, t: Tensor) -> Layout | Kind:
+        """The loop's own tensor: it may be the batch if it has an entry for each example."""
+        assert self.live is not None
+        if t.is_nested:
+            return lost("a nested tensor")
+        if t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B:
+            return Layout(self.batch_dim, data=True)
         self._shapes.append(tuple(t.shape))
-        return UNKNOWN if t.requires_grad and not t.is_leaf else OUTSIDE
+        return OUTSIDE
+
+    # What the model receives
+
+    def entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A module of the user's is called."""
+        whole = module is self.modules[0]
+        if in_backward():  # recomputed
+            return
+        if self.live is None:
+            if whole:
+                self._note_sizes([*named_tensors(args, "input"), *named_tensors(kwargs)])
+            return
+        self._inside.append(module)
+        if len(self._inside) > 1:
+            return
+        if self.entries.called is not None:
+            self.entries.called.add(module)
+        given = [*named_tensors(args, "input"), *named_tensors(kwargs)]
+        if whole:
+            self._note_sizes(given)
+            self.anchor(given, first=True)
+        else:
+            self.anchor([(f"{k} of {type(module).__name__}", t) for k, t in given])
+
+    def left(self, module: nn.Module) -> None:
+        if self._inside and self._inside[-1] is module:
+            self._inside.pop()
+
+    def _note_sizes(self, given: Sequence[tuple[str, Tensor]]) -> None:
+        """How long each input is beside the first one: what has the same length in batches of two
+        sizes holds a row per example, what has not does not."""
+        sized = [(k, t.shape[self.batch_dim]) for k, t in given if t.ndim > self.batch_dim]
+        for k, n in sized[1:]:
+            self.claims.seen(k, sized[0][1], n)
+
+    def anchor(self, given: Sequence[tuple[str, Tensor]], first: bool = False) -> None:
+        """The model receives these: data with an entry for each example is the batch. ``first``:
+        the first of them is certain to be; of others that is claimed, if something came before."""
+        first = first or not self.anchored
+        for name, t in given:
+            info = self._info.get(t)
+            if info is None and t.ndim and id(t) not in self.nodes and not self.owns(t):
+                info = self._info[t] = self._one(self._as_data(t))
+            if type(info) is not Layout or not info.data:
+                continue
+            claims = frozenset() if first else frozenset([name])
+            self._info[t] = self._one(replace(info, data=False, claims=claims))
+            if not first and self.claims.shared(name):
+                self._info[t] = CONSTANT
+            first, self.anchored = False, True
+
+    def _refuse_transformed(self, args: Any, kwargs: Any) -> None:
+        """A parameter inside torch.func.vmap or grad."""
+        inner = [unwrapped(t) for t in tensors_in(args, kwargs)]
+        infos = [self._find(t) for t in inner if t.requires_grad]
+        roots = [r for n in infos if type(n) is Node for r in n.roots]
+        if roots and torch.is_grad_enabled():
+            raise transformed(set(roots))
+
+    def _refuse_unseen(self, tensors: Sequence[Tensor], infos: Sequence[Any]) -> None:
+        """A tensor that seems constant and has a gradient: a custom autograd function made it."""
+        for t, info in zip(tensors, infos, strict=True):
+            if info is CONSTANT and t.grad_fn is not None:
+                function, leaves = sources(t)
+                names = [self.nodes[id(p)].name for p in leaves if id(p) in self.nodes]
+                if names:
+                    raise unseen_function(function, names)
 
     def _layout(self, t: Any) -> Layout | None:
+        """Of a batched tensor; claims that have been proven are none."""
         info = self._find(t) if isinstance(t, Tensor) else None
-        return info if type(info) is Layout else None
+        if type(info) is not Layout or (info.data and self.anchored):
+            return None
+        return self._settled(info)
+
+    def _settled(self, layout: Layout) -> Layout:
+        open_ = frozenset(c for c in layout.claims if not self.claims.proven(c))
+        return layout if open_ == layout.claims else self._one(replace(layout, claims=open_))
+
+    # What an operation makes of the examples
 
     def _note_batched(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         assert self.live is not None
         name = name_of(func)
         if name == "setitem":
             self._note_written(*args)
+            return
         for t in tensors_in(out):
             if name.startswith("new_") or self._only_converted(name, args):
-                self._info[t] = CONSTANT
-            elif name in _COLLATED and self._collated(t, args, kwargs):
-                self._remember(t, Layout(self.batch_dim, guessed=True))
-            else:
-                self._remember(t, self._follow(func, args, kwargs, t))
+                self._set(t, CONSTANT)
+                continue
+            found = self._follow(func, args, kwargs, t)
+            if (args and t is args[0]) or t is kwargs.get("out"):
+                self._note_in_place(t, found)
+            self._remember(t, found)
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Layout | None:
+    def _note_again(self, out: Any, known: Followed) -> bool:
+        """The outputs are made of the same as before, if they look the same."""
+        outs = tensors_of(out)
+        if outs is None or [t.shape for t in outs] != known.shapes:
+            return False
+        for t, info in zip(outs, known.infos, strict=True):
+            self._set(t, info)
+        return True
+
+    def _note_data(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """The loop's own business: followed as far as possible, then by what it has become."""
+        assert self.live is not None
+        find = self._data_layout
+        for t in tensors_in(out):
+            found = None
+            if name_of(func) not in _COLLATED or self._as_data(t) is OUTSIDE:
+                found = follow(func, args, kwargs, t, find, self.live.B)
+            if type(found) is not Layout:
+                found = self._as_data(t)
+            self._info[t] = self._one(replace(found, data=True) if type(found) is Layout else found)
+
+    def _data_layout(self, t: Any) -> Layout | None:
+        info = self._find(t) if isinstance(t, Tensor) else None
+        return info if type(info) is Layout else None
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Layout | Kind:
         """Where the examples are in the output."""
         assert self.live is not None
-        return follow(func, args, kwargs, out, self._layout, self.live.B)
+        if out.is_nested:
+            return lost("a nested tensor")
+        if self.live.B == 1:  # all that is made of the batch belongs to its only example
+            return Layout(0, out.shape[0] if out.ndim else 1)
+        tensors = tensors_in(args, kwargs)
+        infos = [self._find(t) for t in tensors]
+        found: Any = next((x for x in infos if type(x) is Lost), None)
+        if self._of_pairs(func, args, kwargs, out):
+            return PAIRS
+        if found is None and PAIRS in infos:
+            found = lost(name_of(func))
+        if found is not None:
+            return found if out.ndim else MIXED
+        if not any(self._layout(t) is not None for t in tensors):
+            return MIXED
+        found = follow(func, args, kwargs, out, self._layout, self.live.B)
+        return found if not isinstance(found, Layout) else self._proved(found)
+
+    def _of_pairs(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> bool:
+        """Is the output made of similarities, or are these its numbers?"""
+        assert self.live is not None
+        infos = [self._find(t) for t in tensors_in(args, kwargs)]
+        if PAIRS not in infos:
+            return pairs.made(func, args, out, self._layout, self.live.B)
+        others = [type(x) in (Layout, Lost) or x is MIXED for x in infos]
+        return pairs.kept(func, out, [x is PAIRS for x in infos], others)
+
+    def _proved(self, found: Layout) -> Layout:
+        """The layout, after noting what the operation has shown."""
+        if found.proves:
+            self.claims.prove(found.proves)
+        if len(found.claims) > 1:
+            self.claims.link(found.claims)
+        return self._one(replace(found, proves=frozenset()))
 
     def _only_converted(self, name: str, args: Any) -> bool:
         """``positions.type_as(x)``: a constant stays one."""
         return name in ("to", "type_as") and bool(args) and self._find(args[0]) is CONSTANT
 
-    def _collated(self, t: Tensor, args: Any, kwargs: Any) -> bool:
-        """Rows put together inside the block: where one row came from says nothing of the whole."""
-        assert self.live is not None
-        layouts = [self._layout(x) for x in tensors_in(args, kwargs)]
-        if not all(x is None or x.guessed for x in layouts):
-            return False
-        return t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B
-
     def _note_written(self, target: Tensor, index: Any, value: Any) -> None:
         """``target[index] = value``: a target without examples takes the value's."""
         assert self.live is not None
-        found = self._layout(value)
-        if self._layout(target) is None:
-            self._remember(
-                target,
-                None if found is None else written(target, index, value, found, self.live.B),
-            )
+        own = self._find(target)
+        info = self._find(value) if isinstance(value, Tensor) else CONSTANT
+        if self.live.B == 1:
+            self._remember(target, Layout(0, target.shape[0] if target.ndim else 1))
+            return
+        indices = [self._find(t) for t in tensors_in(index)]
+        by = lost("setitem")
+        if type(own) is Lost or type(info) is Lost:
+            found: Any = own if type(own) is Lost else info
+        elif (layout := self._layout(value)) is not None:
+            before = self._layout(target)
+            made = None
+            if before is not None or own is CONSTANT or type(own) is Layout:
+                made = written(target, index, value, layout, before, self.live.B)
+            found = by if made is None else self._proved(made)
+        elif type(own) is Layout and not own.data:
+            return  # the same for all examples, or no example's: they stay where they are
+        else:
+            marked = any(type(x) in (Lost, Layout) for x in indices)
+            found = by if marked else MIXED
+        self._note_in_place(target, found)
+        self._remember(target, found)
 
-    def _remember(self, t: Tensor, layout: Layout | None) -> None:
-        self._info[t] = self._one(layout) or UNKNOWN
+    def _note_in_place(self, t: Tensor, found: Any) -> None:
+        """A tensor is written to: others that share its memory now hold something else, too."""
+        before = self._find(t)
+        if found == before or isinstance(t, FakeTensor):
+            return
+        memory = t.untyped_storage().data_ptr()
+        for other, info in list(self._info.alive()):
+            if other is not t and type(info) is not Node and _at(other) == memory:
+                self._info[other] = lost("an operation that writes in place")
+
+    def _remember(self, t: Tensor, info: Layout | Kind) -> None:
+        self._set(t, self._one(info))
+
+    def _set(self, t: Tensor, info: Any) -> None:
+        self._info[t] = info
         if self._by_storage is not None:
-            self._note_storage(t, layout)
+            self._note_storage(t, info)
 
-    def _note_storage(self, t: Tensor, layout: Any) -> None:
+    def _note_storage(self, t: Tensor, info: Any) -> None:
         """What is recomputed begins with other tensors in the same memory."""
         assert self._by_storage is not None
-        if type(layout) is Layout and t.is_floating_point():
-            self._by_storage[storage_key(t)] = layout
+        if t.numel():
+            self._by_storage[storage_key(t)] = info
+
+    def _revive(self, tensors: Sequence[Tensor]) -> None:
+        """A reentrant checkpoint detaches its inputs and has them require gradients again."""
+        assert self._by_storage is not None
+        for t in tensors:
+            if t.requires_grad and t.is_leaf and self._info.get(t) is CONSTANT:
+                known = self._by_storage.get(storage_key(t))
+                self._info[t] = known if type(known) is Node else CONSTANT
 
     def _note_storages(self) -> None:
         """Recomputation is expected: from now on, and of all tensors so far that live."""
         self._by_storage = {}
         for t, info in self._info.alive():
             self._note_storage(t, info)
+        for node in self.nodes.values():
+            if node.param is not None:
+                self._note_storage(node.param, node)
+
+    def _kept(self, x: Any, info: Any) -> Any:
+        """An operand of a tensor that is made of parameters, as it is now: it may be written to
+        before the parameters are scored. (What is compiled makes its tensors from the buffers of
+        the moment; see ``MicroBatch.fixed``.)"""
+        if not isinstance(x, Tensor) or self._planning:
+            return x
+        if type(info) in (Layout, Lost) or info in (MIXED, PAIRS):  # asked for its type
+            return shape_of(x)
+        return x.detach().clone()
 
     def _note_parametric(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if name_of(func) in _RANDOM and out is not args[0] and _is_random(args, kwargs):
@@ -167,16 +371,19 @@ class Provenance:
         leaves, spec = flatten(args, kwargs)
         infos = [self._find(x) if isinstance(x, Tensor) else None for x in leaves]
         same = [id(x) for x in leaves]
-        nodes = [n if type(n) is Node else x for x, n in zip(leaves, infos, strict=True)]
+        nodes = [
+            n if type(n) is Node else self._kept(x, n) for x, n in zip(leaves, infos, strict=True)
+        ]
+        recorded = in_place(func) and torch.is_grad_enabled()
         for i, t in enumerate(tree_flatten(out)[0]):
-            if not isinstance(t, Tensor) or (id(t) in same and not in_place(func)):
-                continue  # ``W.to(same type)`` is W
+            if not isinstance(t, Tensor) or (id(t) in same and not recorded):
+                continue  # ``W.to(same type)`` is W, and so is ``W.clamp_(...)`` under no_grad
             index = None if isinstance(out, Tensor) else i
-            self._info[t] = (
-                Node.derived(func, nodes, spec, index, name_of(func), t.device.type)
-                if t.requires_grad
-                else CONSTANT
-            )
+            if t.requires_grad:
+                name = name_of(func)
+                self._set(t, Node.derived(func, nodes, spec, index, name, t.device.type))
+            else:  # what is in this memory is a parameter still
+                self._info[t] = CONSTANT
 
 
 def _is_random(args: Any, kwargs: Any) -> bool:
@@ -184,3 +391,11 @@ def _is_random(args: Any, kwargs: Any) -> bool:
     p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
     return bool(training) and p != 0
+
+
+def _at(t: Tensor) -> int:
+    """Where its memory begins; 0 where it has none of its own."""
+    try:
+        return t.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # inside vmap, sparse tensors
+        return 0

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inrun.layout import tensors_in
+from inrun.layout import Layout, tensors_in
 from inrun.nodes import Node
 from inrun.ops import Call
 from inrun.tap import shape_of
@@ -35,7 +35,7 @@ class Followed:
     @staticmethod
     def of(out: Any, find: Callable[[Tensor], Any]) -> Followed | None:
         outs = tensors_of(out)
-        if outs is None:
+        if outs is None or any(t.is_nested for t in outs):  # these have no shape
             return None
         return Followed([find(t) for t in outs], [t.shape for t in outs])
 
@@ -96,16 +96,18 @@ class Recall:
         if func in _BY_CONTENT and tensors_in(args[1:]):
             return None, None
         key: list[Any] = [func, *state]
-        if not self._extend(key, args):
-            return None, None
-        if kwargs:
-            key.append(tuple(kwargs))
-            if not self._extend(key, kwargs.values()):
-                return None, None
-        found = tuple(key)
         try:
+            if not self._extend(key, args):
+                return None, None
+            if kwargs:
+                key.append(tuple(kwargs))
+                if not self._extend(key, kwargs.values()):
+                    return None, None
+            found = tuple(key)
             return found, self._known.get(found)
         except TypeError:  # something that has no hash: an array, a symbolic size
+            return None, None
+        except RuntimeError:  # a nested tensor, which has no shape
             return None, None
 
     def learn(self, key: Any, found: Followed | Met) -> None:
@@ -119,6 +121,8 @@ class Recall:
                 info = self._find(x)
                 if type(info) is Node and info.param is None:
                     return False  # made anew in each step
+                if type(info) is Layout and info.data:
+                    return False  # the call may show that it is the batch
                 key += (id(info), x.shape, x.dtype)
             elif isinstance(x, _PLAIN) or x is None or x is Ellipsis:
                 key.append(x)

@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,6 +36,7 @@ from inrun.direction import Estimator
 from inrun.errors import BatchError
 from inrun.ledger import Ledger, LedgerError, MemoryLedger, StepRecord, Tables
 from inrun.logging import Summary
+from inrun.repeat import Recording
 from inrun.score import Pending, Score
 from inrun.scoring import Scorer
 from inrun.tap import MicroBatch
@@ -121,7 +122,7 @@ class Run(Summary, Tables):
             return
         held = self._held
         try:
-            with self._capture.batch(len(array)) as micro:
+            with self._recorded(), self._capture.batch(len(array)) as micro:
                 yield
         except BaseException:
             self._held = held
@@ -130,6 +131,14 @@ class Run(Summary, Tables):
             return
         self._pending.append((array, micro))
         self._scorer.accumulated.note(self.params)
+
+    def _recorded(self) -> AbstractContextManager[None]:
+        """An armed check repeats the model's calls later."""
+        if self._check is None:
+            return nullcontext()
+        recording = Recording(self.model, self.config.batch_dim)
+        self._check.recordings.append(recording)
+        return recording.recording()
 
     def check(self, permutations: int = PERMUTATIONS) -> Check:
         """Compare the next scored step with exact Shapley values of this very model.
@@ -170,7 +179,7 @@ class Run(Summary, Tables):
 
     def coverage(self) -> pd.DataFrame:
         """One row per parameter: is it scored, through which operations, in which form."""
-        return coverage_table(self.params, self._left_out, self._capture.coverage)
+        return coverage_table(self.params, self._left_out, self._capture.keeper.coverage)
 
     def state_dict(self) -> dict[str, Any]:
         """For the user's checkpoint: where the run stands. Everything recorded is safe first.
@@ -250,7 +259,9 @@ class Run(Summary, Tables):
             check, self._check = self._check, None
             every = self.config.audit_every
             audit = every > 0 and self.step >= self._next_audit
-            score = self._scorer.score(self.step, micros, ids, audit, check)
+            with self._capture.entries.validation():
+                score = self._scorer.score(self.step, micros, ids, audit, check)
+            self._capture.refuse_unproven(micros)
         self._begin()
         record = StepRecord(self.step, ids, None, lr, float(self.config.every))
         with self._recording:
@@ -326,6 +337,8 @@ class Run(Summary, Tables):
         for _, micro in self._pending:
             if micro is not None:
                 micro.records.clear()  # whoever keeps the loss keeps the graph, and that the micro
+        if self._check is not None:
+            self._check.recordings.clear()
         self._pending, self._held = [], 0
         self._capture.blocks.over()
         self._scorer.accumulated.forget()
@@ -333,7 +346,7 @@ class Run(Summary, Tables):
     def _account(self, new: int) -> None:
         if self._limit is None:
             self._limit = free_memory(
-                next(iter(self.params.values())).device, self._capture.offload
+                next(iter(self.params.values())).device, self._capture.keeper.offload
             )
         self._held += new
         if self._held > self._limit:

@@ -26,6 +26,7 @@ from inrun.direction import POINTS, Estimator, Moved, Path, Static
 from inrun.errors import CaptureError
 from inrun.groups import group_values
 from inrun.ledger import Audit
+from inrun.repeat import verified_rows
 from inrun.rules import rule_for
 from inrun.rules.base import LinearMap, Scale
 from inrun.score import Pending, Score
@@ -266,8 +267,13 @@ class Scorer:
         check.step, check.estimator = step, self.estimators[0].name
         with no_autocast(values.device.type):
             rows = per_example(self.params, micros)
+        check.gradient_error = max(gradient_errors(G, rows).values())
+        half = any(m.autocast is not None and m.autocast[1] for m in micros)
+        rows = verified_rows(
+            check, self.model, self.params, micros, rows, G, _tolerance(G.values(), half)
+        )
         compare(
-            check, ids, values.mean(0).cpu().numpy(), G, rows,
+            check, ids, values.mean(0).cpu().numpy(), rows,
             self.params, self.model, self.optimizer,
             lambda: float(np.mean(self.validator.losses())), clipping.function(),
         )  # fmt: skip

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import BackwardCFunction
 
 from inrun.autocast import Autocast, no_autocast
-from inrun.errors import refusal
+from inrun.errors import refusal, written_to
+from inrun.layout import tensors_in
 from inrun.nodes import Node
 from inrun.ops import Call, Dense, Record
 from inrun.ops.cost import MANY
-from inrun.ops.records import Lookup, wide_type
+from inrun.ops.records import Aligned, Lookup, wide_type
 
 
 @dataclass
@@ -27,7 +29,9 @@ class MicroBatch:
     B: int
     autocast: Autocast | None = None
     records: dict[Node, list[Record]] = field(default_factory=dict)
+    fixed: list[tuple[Tensor, int]] = field(default_factory=list)  # not to be written to: versions
     met: bool = False  # did a parameter meet an example?
+    claims: dict[str, str] = field(default_factory=dict)  # that a parameter met, and in what
     fired: bool = False  # did a gradient arrive?
     _by_root: dict[str, list[Node]] | None = field(default=None, repr=False)
     _counted: int = 0
@@ -51,6 +55,8 @@ class MicroBatch:
 
     def nodes(self, names: Collection[str]) -> Iterator[tuple[Node, list[Record]]]:
         """The nodes that one of these parameters moves, with their records."""
+        if any(t._version != version for t, version in self.fixed):
+            raise written_to()
         if self._by_root is None or self._counted != len(self.records):
             self._by_root, self._counted = {}, len(self.records)
             for node in self.records:
@@ -81,13 +87,24 @@ class Tapped:
     batched: tuple[int, ...]
     detached: tuple[int, ...]
     summed: tuple[int, ...]
-    receive: Callable[[Tapped, Call, Tensor], Sequence[Tensor | None]]
+    receive: Callable[[Tapped, Call, Tensor, Sequence[int]], Sequence[Tensor | None]]
 
     def records(self, call: Call, delta: Tensor) -> list[tuple[Node, Record]]:
         try:
             return list(self.rule(call, delta))
         except NotImplementedError as e:
             raise refusal(call, [delta], str(e)) from None
+
+    def lasting(self, call: Call, delta: Tensor, loose: Sequence[int]) -> list[tuple[Node, Record]]:
+        """Records that stay as they are whatever is written to the ``loose`` leaves: data and
+        masks that are filled anew in place for the next micro-batch."""
+        pairs = self.records(call, delta)
+        if not loose or all(type(r) in (Dense, Aligned) for _, r in pairs):
+            return pairs
+        leaves = list(call.leaves)
+        for i in loose:
+            leaves[i] = leaves[i].clone()
+        return self.records(call.with_(leaves=leaves), delta)
 
     def totals(
         self,
@@ -121,6 +138,7 @@ class Tap(torch.autograd.Function):
     def forward(ctx: Any, out: Tensor, call: Call, tap: Tapped, *extras: Tensor) -> Tensor:
         leaves = list(call.leaves)
         ctx.save_for_backward(*[leaves[i] for i in tap.batched])
+        ctx.loose = _not_computed(leaves, call.nodes)
         for i in tap.batched:
             leaves[i] = None
         ctx.dtypes = [x.dtype for x in extras]
@@ -130,19 +148,32 @@ class Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, delta: Tensor) -> Any:
-        tap, leaves = ctx.tap, ctx.leaves.copy()
-        for i, x in zip(tap.batched, ctx.saved_tensors, strict=True):
-            leaves[i] = x.detach()
-        call = ctx.call.with_(leaves=leaves)
-        refuse_again(call, delta)
-        with torch._C.DisableTorchFunction(), no_autocast(device_of(delta)):
-            whole = delta if delta.shape == call.shape else delta.reshape(call.shape)
-            given = tap.receive(tap, call, whole)
-        totals = [
-            g if g is None or g.dtype == t else g.to(t)
-            for g, t in zip(given, ctx.dtypes, strict=True)
-        ]
-        return delta, None, None, *totals
+        saved = ctx.saved_tensors  # may be recomputed here
+        with torch._C.DisableTorchFunction():
+            return delta, None, None, *_received(ctx, saved, delta)
+
+
+def _received(ctx: Any, saved: Sequence[Tensor], delta: Tensor) -> list[Tensor | None]:
+    """δ has come to a tap: the gradients of its extras."""
+    tap, leaves = ctx.tap, ctx.leaves.copy()
+    for i, x in zip(tap.batched, saved, strict=True):
+        leaves[i] = x.detach()
+    call = ctx.call.with_(leaves=leaves)
+    refuse_again(call, delta)
+    with no_autocast(device_of(delta)):
+        whole = delta if delta.shape == call.shape else delta.reshape(call.shape)
+        given = tap.receive(tap, call, whole, ctx.loose)
+    types = zip(given, ctx.dtypes, strict=True)
+    return [g if g is None or g.dtype == t else g.to(t) for g, t in types]
+
+
+def _not_computed(leaves: Sequence[Any], nodes: Sequence[Any]) -> list[int]:
+    """The tensors among the leaves that are data or constants, which anybody may write to."""
+    return [
+        i
+        for i, x in enumerate(leaves)
+        if isinstance(x, Tensor) and nodes[i] is None and not x.requires_grad
+    ]
 
 
 def refuse_again(call: Call, delta: Tensor) -> None:
@@ -157,8 +188,7 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
     bare: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def apply(*args: Any) -> Tensor:
-        active = torch._C._are_functorch_transforms_active()
-        return function.apply(*args) if active else bare(*args)
+        return function.apply(*args) if transforms_active() else bare(*args)
 
     return apply
 
@@ -187,13 +217,21 @@ class Known:
 
 def own_tensors(modules: Iterable[nn.Module]) -> set[int]:
     """The ids of parameters, buffers and whatever else they hold, tensors as plain attributes too:
-    to ask each thing what it is would take longer."""
+    to ask each thing what it is would take longer. Short lists and dictionaries are looked into
+    (peft keeps the tokens of its prompts in one)."""
     own: set[int] = set()
     for module in modules:
         held = vars(module)
         buffers, params = held["_buffers"].values(), held["_parameters"].values()
         own.update(map(id, params), map(id, buffers), map(id, held.values()))
+        for name, x in held.items():
+            if type(x) in _HOLDERS and 0 < len(x) <= _SHORT and name not in _TORCHS_OWN:
+                own.update(map(id, tensors_in(x)))
     return own
+
+
+_HOLDERS, _SHORT = (dict, list, tuple), 64
+_TORCHS_OWN = frozenset(vars(nn.Module()))
 
 
 def put(target: Tensor, index: Any, value: Tensor) -> Tensor:
@@ -239,6 +277,22 @@ def _saves_output(out: Tensor) -> bool:
 _SAVES_OUTPUT: dict[type, bool] = {}
 
 
+def sources(t: Tensor) -> tuple[str, list[Tensor]]:
+    """The custom autograd function that a tensor comes from (else its last operation), and the
+    leaves of its graph."""
+    seen, left, leaves, name = {t.grad_fn}, [t.grad_fn], [], ""
+    while left:
+        node: Any = left.pop()
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        elif isinstance(node, BackwardCFunction):
+            name = name or type(node).__name__
+        new = {f for f, _ in node.next_functions if f is not None} - seen
+        seen |= new
+        left += new
+    return name or t.grad_fn.name(), leaves  # type: ignore[union-attr]
+
+
 def kept_by(out: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
     """What autograd keeps under these names for the operation that made the tensor, if all."""
     if not names:
@@ -254,6 +308,22 @@ def saved_tensors_hooks() -> bool:
 
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def unwrapped(t: Tensor) -> Tensor:
+    """The tensor that a transformation of torch.func has wrapped."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(t):
+        t = functorch.get_unwrapped(t)
+    return t
+
+
+transforms_active = torch._C._are_functorch_transforms_active
+
+
+def in_backward() -> bool:
+    """Does the autograd engine run this code?"""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def device_of(t: Tensor) -> str:

@@ -8,7 +8,7 @@ those of the operation's rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,8 @@ def whole(call: Call, func: Any, summed: tuple[int, ...]) -> Operation | None:
     found, leaves = _OPERATIONS.get(func), call.leaves
     if found is None or not summed or present(call.layouts) != (0,) or not leaves[0].is_cpu:
         return None
+    if leaves[0].is_complex():
+        return None
     complete = len(leaves) >= len(found.names) - found.optional
     in_order = all(call.at(i, found.names[i]) == i for i in range(len(leaves)))
     return found if complete and in_order and set(summed) == set(present(call.nodes)) else None
@@ -89,23 +91,29 @@ class Whole(torch.autograd.Function):
         leaves = list(call.leaves)
         for i in (0, *tap.summed):
             leaves[i] = None
-        ctx.tap, ctx.operation = tap, operation
+        ctx.tap, ctx.operation, ctx.loose = tap, operation, () if x.requires_grad else (0,)
         ctx.call, ctx.leaves = call.with_(leaves=()), leaves
         return out
 
     @staticmethod
     def backward(ctx: Any, delta: Tensor) -> Any:
-        tap, leaves, saved = ctx.tap, ctx.leaves.copy(), ctx.saved_tensors
-        places = (0, *tap.summed)
-        for i, t in zip(places, saved, strict=False):
-            leaves[i] = t.detach()
-        call = ctx.call.with_(leaves=leaves, kept=saved[len(places) :])
-        refuse_again(call, delta)
-        with torch._C.DisableTorchFunction(), no_autocast("cpu"):
-            totals = tap.receive(tap, call, delta)
-            dx = ctx.operation.backward(call, delta) if ctx.needs_input_grad[0] else None
-        given = zip(totals, tap.summed, strict=True)
-        return dx, None, None, None, *[g.to(leaves[i].dtype) for g, i in given]
+        saved = ctx.saved_tensors
+        with torch._C.DisableTorchFunction():
+            return _backward(ctx, saved, delta)
+
+
+def _backward(ctx: Any, saved: Sequence[Tensor], delta: Tensor) -> Any:
+    tap, leaves = ctx.tap, ctx.leaves.copy()
+    places = (0, *tap.summed)
+    for i, t in zip(places, saved, strict=False):
+        leaves[i] = t.detach()
+    call = ctx.call.with_(leaves=leaves, kept=saved[len(places) :])
+    refuse_again(call, delta)
+    with no_autocast("cpu"):
+        totals = tap.receive(tap, call, delta, ctx.loose)
+        dx = ctx.operation.backward(call, delta) if ctx.needs_input_grad[0] else None
+    given = zip(totals, tap.summed, strict=True)
+    return dx, None, None, None, *[g.to(leaves[i].dtype) for g, i in given]
 
 
 run_whole = applied(Whole)

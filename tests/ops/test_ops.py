@@ -77,6 +77,29 @@ def sequence_inside(m, x):
     return y.view(x.shape[1], x.shape[0], -1).transpose(0, 1)
 
 
+def spectrum(operation):
+    """On complex numbers made of the input; the result as pairs of real ones."""
+    return lambda m, x: torch.view_as_real(operation(m, torch.fft.rfft(x)))
+
+
+def pairs(w):
+    return torch.view_as_complex(w)
+
+
+def written_in_place_complex(m, x):
+    y = torch.fft.rfft(x)
+    y *= pairs(m.w)
+    y += m.b
+    return torch.view_as_real(y)
+
+
+def state_space(m, x):
+    """A convolution by FFT with a kernel of complex exponentials, as S4 has it."""
+    powers = torch.exp(torch.complex(-m.a.exp(), m.b)[..., None] * torch.arange(4.0))
+    kernel = 2 * torch.einsum("hn,hnl->hl", torch.complex(m.c, m.d), powers).real
+    return torch.fft.irfft(torch.fft.rfft(x, n=8) * torch.fft.rfft(kernel, n=8), n=8)[..., :4]
+
+
 FLOAT, IDS = "float", "ids"
 CASES = {
     "linear-2d": (lambda m, x: F.linear(x, m.w, m.b), (4,), {"w": (3, 4), "b": (3,)}),
@@ -160,6 +183,65 @@ CASES = {
     "bilinear": (
         lambda m, x: F.bilinear(x, x.flip(-1), m.w, m.b), (4,), {"w": (3, 4, 4), "b": (3,)}
     ),
+    "complex-mul": (spectrum(lambda m, x: x * pairs(m.w)), (5, 6), {"w": (4, 2)}),
+    "complex-mul-by-real": (spectrum(lambda m, x: x * m.w), (5, 6), {"w": (4,)}),
+    "complex-mul-of-real": (
+        lambda m, x: torch.view_as_real(x * pairs(m.w)), (5, 4), {"w": (4, 2)}
+    ),
+    "complex-add-real": (spectrum(lambda m, x: x + m.w), (5, 6), {"w": (4,)}),
+    "complex-sub-scaled": (
+        spectrum(lambda m, x: torch.sub(x, pairs(m.w), alpha=2j)), (5, 6), {"w": (4, 2)}
+    ),
+    "complex-add-merged": (
+        spectrum(lambda m, x: (x.flatten(0, 1) + m.w.repeat(len(x), 1)).view(x.shape)), (5, 6),
+        {"w": (5, 4)},
+    ),
+    "complex-div": (spectrum(lambda m, x: x / pairs(m.w)), (5, 6), {"w": (4, 2)}),
+    "complex-linear": (
+        spectrum(lambda m, x: F.linear(x, pairs(m.w), pairs(m.b))), (5, 6),
+        {"w": (3, 4, 2), "b": (3, 2)},
+    ),
+    "complex-matmul-conjugate": (
+        spectrum(lambda m, x: x.conj() @ pairs(m.w).conj()), (5, 6), {"w": (4, 3, 2)}
+    ),
+    "complex-matmul-real": (
+        spectrum(lambda m, x: x @ m.w.to(x.dtype)), (5, 6), {"w": (4, 3)}
+    ),
+    "complex-addmm": (
+        spectrum(lambda m, x: torch.addmm(pairs(m.b), x, pairs(m.w), alpha=2j)), (6,),
+        {"w": (4, 3, 2), "b": (3, 2)},
+    ),
+    "complex-einsum": (
+        spectrum(lambda m, x: torch.einsum("btd,dk->btk", x, torch.complex(m.w, m.b))), (5, 6),
+        {"w": (4, 3), "b": (4, 3)},
+    ),
+    "complex-cat-with-real": (
+        spectrum(lambda m, x: torch.cat([x, m.w.expand(len(x), -1, -1)], 1)), (5, 6),
+        {"w": (1, 2, 4)},
+    ),
+    "complex-conv1d": (
+        spectrum(lambda m, x: F.conv1d(x, pairs(m.w), pairs(m.b))), (5, 6),
+        {"w": (3, 5, 2, 2), "b": (3, 2)},
+    ),
+    "complex-polar": (
+        spectrum(lambda m, x: x * torch.polar(m.w.abs(), m.b)), (5, 6), {"w": (4,), "b": (4,)}
+    ),
+    "complex-in-place": (written_in_place_complex, (5, 6), {"w": (4, 2), "b": (4,)}),
+    "complex-state-space": (state_space, (5, 4), dict.fromkeys("abcd", (5, 3))),
+    "vector-of-weights": (lambda m, x: x @ m.w + m.b, (6,), {"w": (6,), "b": (1,)}),
+    "vector-mv": (lambda m, x: torch.mv(x, m.w) - m.b, (6,), {"w": (6,), "b": ()}),
+    "vector-temperature": (lambda m, x: x.sum(1) / m.w, (6,), {"w": ()}),
+    "vector-scaled": (lambda m, x: m.w * x.sum(1), (6,), {"w": (1,)}),
+    "vector-power": (lambda m, x: x.abs().sum(1) ** m.w, (6,), {"w": ()}),
+    "vector-where": (lambda m, x: torch.where(x[:, 0] > 0, x[:, 1], m.w), (6,), {"w": ()}),
+    "layer_norm-transposed": (
+        lambda m, x: F.layer_norm(x.transpose(0, 1), (4,), m.w, m.b).transpose(0, 1), (5, 4),
+        {"w": (4,), "b": (4,)},
+    ),
+    "batch_norm-examples-last": (
+        lambda m, x: F.batch_norm(x.permute(1, 2, 0), m.mean, m.var, m.w, m.b).permute(2, 0, 1),
+        (5, 4), {"w": (4,), "b": (4,)},
+    ),
 }  # fmt: skip
 
 
@@ -168,7 +250,8 @@ def problem(name: str, B: int) -> Problem:
     x = torch.randint(0, 7, (B, 5)) if shape == IDS else torch.randn(B, *shape)
 
     def loss(out, batch):
-        return (out.flatten(1).pow(3).sum(1) * torch.arange(1.0, len(out) + 1)).mean()
+        rows = out.reshape(len(out), -1).pow(3).sum(1)
+        return (rows * torch.arange(1.0, len(out) + 1)).mean()
 
     return Problem(Op(function, **shapes), (x,), B, lambda m, b: m(b[0]), loss)
 
@@ -344,3 +427,29 @@ def test_rows_that_are_alike_have_memory_of_their_own():
     (found,) = each(constant, [torch.randn(MANY, 3)], constant)
     found[0] += 1
     assert found[:, 0].tolist() == [2, 1, 1, 1, 1]
+
+
+def test_channels_that_are_examples():
+    """BatchNorm of [T, B, C] as it is: example i has the i-th weight for itself."""
+    torch.manual_seed(1)
+    p = Problem(
+        Op(lambda m, x: F.batch_norm(x.transpose(0, 1), m.mean, m.var, m.w, m.b), w=(4,), b=(4,)),
+        (torch.randn(4, 5, 3),), 4, lambda m, b: m(b[0]), lambda out, b: out.pow(3).mean(),
+    )  # fmt: skip
+    _, micro = captured(p)
+    for k, rows in gradients_of(micro).items():
+        assert close(rows, torch.diag(p.model.get_parameter(k).grad), 1e-9), k
+
+
+def test_a_norm_over_the_merged_examples():
+    """Each row of the weight belongs to one example."""
+    torch.manual_seed(1)
+    p = Problem(
+        Op(lambda m, x: F.layer_norm(x.flatten(0, 1), (12, 3), m.w, m.b), w=(12, 3), b=(12, 3)),
+        (torch.randn(4, 3, 3),), 4, lambda m, b: m(b[0]), lambda out, b: out.pow(3).mean(),
+    )  # fmt: skip
+    _, micro = captured(p)
+    for k, rows in gradients_of(micro).items():
+        grad = p.model.get_parameter(k).grad.view(4, 3, 3)
+        expected = torch.stack([grad * (torch.arange(4) == i)[:, None, None] for i in range(4)])
+        assert close(rows, expected.view(4, 12, 3), 1e-9), k

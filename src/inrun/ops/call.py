@@ -74,9 +74,9 @@ class Call:
         return list(self.spec.place(argument))
 
     def channels(self, full: Tensor) -> Tensor:
-        """[examples, C, …] summed to [B, C]."""
-        merged = self.layout.outer * self.layout.inner
-        rows = self.split(full).reshape(self.B, merged, full.shape[1], -1)
+        """[examples, C, …] summed to [B, C]; the examples may also be behind the channels."""
+        before = self.layout.outer * self.layout.inner if self.layout.dim == 0 else len(full)
+        rows = self.split(full).reshape(self.B, before, full.shape[1], -1)
         return rows.sum((1, 3), dtype=wide_type(full.dtype))
 
     def value(self, position: int, keyword: str, default: Any = None) -> Any:
@@ -237,10 +237,15 @@ def replay_leaf(call: Call, leaf: int, delta: Tensor, linear: bool = False) -> R
 def reduce_to(call: Call, full: Tensor, leaf: int) -> Record | None:
     """Gradients of the output's shape, summed over what a broadcast operand shares.
 
-    None where the operand spans merged example dimensions (then the operation is replayed).
+    None where the operand spans merged example dimensions (then the operation is replayed). A real
+    operand among complex numbers has the real part.
     """
+    if full.is_complex() and not call.leaves[leaf].is_complex():
+        full = full.real
     W = call.leaves[leaf].shape
     missing = full.ndim - len(W)
+    if call.B == 1:  # whatever dimension it is in
+        return Dense(sum_to(full[None], (1, *W), missing))
     here = call.layout.dim - missing
     if here >= 0 and W[here] == full.shape[call.layout.dim] != 1:
         if call.layout.outer * call.layout.inner != 1:

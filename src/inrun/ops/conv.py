@@ -19,7 +19,7 @@ _ARGS = ((3, "stride", 1), (5, "dilation", 1))
 def _sizes(call: Call) -> Sizes | None:
     """Ghost keeps input and error; the error is about as large as the input."""
     leaf = call.at(0, "input")
-    if leaf is None or call.layouts[leaf] != Layout(0):
+    if leaf is None or call.layouts[leaf] != Layout(0) or call.leaves[leaf].is_complex():
         return None
     ghost = 2 * call.value(0, "input").numel() // call.B
     return Sizes(ghost, call.value(1, "weight").numel(), again=True)

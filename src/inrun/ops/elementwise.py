@@ -19,16 +19,23 @@ def add(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     for position, keyword, sign in ((0, "input", signs[0]), (1, "other", signs[1])):
         leaf = call.at(position, keyword)
         if leaf is not None and call.nodes[leaf] is not None:
-            full = delta if sign == 1 else delta * sign
+            full = delta if sign == 1 else delta * _conjugate(sign)
             yield call.nodes[leaf], reduce_to(call, full, leaf) or _expanded(call, leaf, full)
 
 
 def _expanded(call: Call, leaf: int, full: Tensor) -> Record:
     """An operand that spans merged examples: its gradient is δ itself, in their layout."""
     return Replay(
-        apply=lambda W: W.expand(full.shape), split=call.split, delta=call.split(full),
-        value=call.leaves[leaf].contiguous(), linear=True,
+        apply=lambda W: W.to(full.dtype).expand(full.shape), split=call.split,
+        delta=call.split(full), value=call.leaves[leaf].contiguous(), linear=True,
     )  # fmt: skip
+
+
+def _conjugate(x: Any) -> Any:
+    """A factor, as its product's derivative has it: of complex numbers the conjugate."""
+    if isinstance(x, Tensor):
+        return x.conj() if x.is_complex() else x
+    return x.conjugate() if isinstance(x, complex) else x
 
 
 @register_op("mul", "multiply")
@@ -38,7 +45,7 @@ def mul(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     assert first is not None and second is not None
     for leaf, other in ((first, second), (second, first)):
         if call.nodes[leaf] is not None:
-            full = delta * call.leaves[other]
+            full = delta * _conjugate(call.leaves[other])
             yield call.nodes[leaf], reduce_to(call, full, leaf) or replay_leaf(call, leaf, delta)
 
 
@@ -56,5 +63,6 @@ def cat(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
         size = part.shape[dim]
         if call.nodes[leaf] is not None:
             own = delta.narrow(dim, start, size).movedim(call.layout.dim, 0)
+            own = own if part.is_complex() or not own.is_complex() else own.real
             yield call.nodes[leaf], Aligned(own.contiguous(), call.layout.dim)
         start += size

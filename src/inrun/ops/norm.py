@@ -15,7 +15,7 @@ from torch import Tensor
 
 from inrun.layout import Layout
 from inrun.ops.call import Call, reduce_to, register_op, replay_leaf
-from inrun.ops.records import Dense, Record, wide_type
+from inrun.ops.records import Aligned, Dense, Record, wide_type
 
 Arg = tuple[int, str]
 
@@ -26,7 +26,7 @@ def _affine(
     for where, full in ((w, lambda: _times(xhat(), delta)), (b, lambda: delta)):
         leaf = None if where is None else call.at(*where)
         if leaf is not None and call.nodes[leaf] is not None:
-            yield call.nodes[leaf], _reduce(call, full(), leaf, channels)
+            yield call.nodes[leaf], _reduce(call, delta, full(), leaf, channels)
 
 
 def _times(fresh: Tensor, other: Tensor) -> Tensor:
@@ -34,10 +34,14 @@ def _times(fresh: Tensor, other: Tensor) -> Tensor:
     return fresh.mul_(other) if fresh.dtype == other.dtype else fresh * other
 
 
-def _reduce(call: Call, full: Tensor, leaf: int, channels: bool) -> Record:
-    if not channels or call.layout.dim != 0:
-        return reduce_to(call, full, leaf) or replay_leaf(call, leaf, full)
-    return Dense(call.channels(full))
+def _reduce(call: Call, delta: Tensor, full: Tensor, leaf: int, channels: bool) -> Record:
+    if not channels:
+        return reduce_to(call, full, leaf) or replay_leaf(call, leaf, delta)
+    if call.layout.dim != 1:
+        return Dense(call.channels(full))
+    if (call.layout.outer, call.layout.inner) != (1, 1):
+        raise NotImplementedError("its channels are examples together with something else")
+    return Aligned(call.split(full).flatten(1).sum(1, dtype=wide_type(full.dtype)), 0)
 
 
 @register_op(

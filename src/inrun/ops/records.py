@@ -61,10 +61,15 @@ class Record:
     def energy(self) -> Tensor:
         """Σ_i ‖g_i‖². Where the gradients are not formed: estimated, without bias, from their
         products with one direction of random signs."""
-        generator = torch.Generator().manual_seed(0)
-        signs = torch.randint(0, 2, self.shape, generator=generator) * 2.0 - 1.0
-        like = self.tensors()[-1]
+        generator, like = torch.Generator().manual_seed(0), self.like()
+        shape = (*self.shape, 2) if like.is_complex() else self.shape
+        signs = torch.randint(0, 2, shape, generator=generator) * 2.0 - 1.0
+        signs = torch.view_as_complex(signs) if like.is_complex() else signs
         return self.dot(signs.to(like.device, wide(like).dtype)).square().sum()
+
+    def like(self) -> Tensor:
+        """A tensor of the gradients' type."""
+        return self.tensors()[-1]
 
     def map(self: R, f: Callable[[Tensor], Tensor]) -> R:
         """The same record with ``f`` applied to its tensors (moved to another device, say)."""
@@ -101,7 +106,7 @@ class Dense(Record):
         return self.grads.nbytes
 
     def energy(self) -> Tensor:
-        return wide(self.grads).square().sum()
+        return real(self.grads).square().sum()
 
     def groups(self, sizes: Sequence[int]) -> Tensor:
         if len(set(sizes)) > 1:
@@ -111,10 +116,10 @@ class Dense(Record):
         return self.grads.reshape(len(sizes), sizes[0], *self.grads.shape[1:]).sum(1)
 
     def dot(self, u: Tensor) -> Tensor:
-        return wide(self.grads).reshape(len(self.grads), -1) @ wide(u).flatten()
+        return real(self.grads).reshape(len(self.grads), -1) @ real(u).flatten()
 
     def dots(self, u: Tensor) -> Tensor:
-        return wide(u).reshape(len(u), -1) @ wide(self.grads).reshape(len(self.grads), -1).T
+        return real(u).reshape(len(u), -1) @ real(self.grads).reshape(len(self.grads), -1).T
 
     def rows(self) -> Tensor:
         return self.grads
@@ -136,10 +141,10 @@ class Aligned(Record):
         return (*rest[: self.dim], B, *rest[self.dim :])
 
     def energy(self) -> Tensor:
-        return wide(self.grads).square().sum()
+        return real(self.grads).square().sum()
 
     def dot(self, u: Tensor) -> Tensor:
-        return (wide(self.grads) * wide(u).movedim(self.dim, 0)).flatten(1).sum(1)
+        return inner(u.movedim(self.dim, 0), self.grads)
 
     def cut(self, first: int, last: int) -> Record:
         return Dense(self.rows()[first:last])
@@ -158,7 +163,10 @@ def _only(i: int, g: Tensor, B: int, dim: int) -> Tensor:
 
 @dataclass(eq=False)
 class Pair(Record):
-    """Ghost form of y = x Wᵀ: ⟨u, g_i⟩ = Σ_t δ_itᵀ u a_it; g_i = Σ_t δ_it ⊗ a_it is not formed."""
+    """Ghost form of y = x Wᵀ: ⟨u, g_i⟩ = Σ_t δ_itᵀ u a_it; g_i = Σ_t δ_it ⊗ a_it is not formed.
+
+    Of complex numbers a_it is conjugate in g_i.
+    """
 
     a: Tensor  # [B, T, I]
     delta: Tensor  # [B, T, O]
@@ -173,7 +181,7 @@ class Pair(Record):
         a, delta = together(self.a, self.delta)
         u = u.to(a.dtype)
         y = a @ (u if self.transposed else u.mT)
-        return (wide(y) * wide(delta)).sum((1, 2))
+        return inner(y, delta)
 
     def rows(self) -> Tensor:
         left, right = self._factors()
@@ -183,6 +191,7 @@ class Pair(Record):
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         a, delta = together(self.a, self.delta)
+        a = a.conj().resolve_conj() if a.is_complex() else a
         return (a, delta) if self.transposed else (delta, a)
 
     def materialised(self, blocks: Blocks | None) -> Dense:
@@ -222,7 +231,7 @@ class Lookup(Record):
             delta = delta * K[self.ids]
         # the chosen rows of so many directions at a time
         some = max(1, _CHOSEN // max(1, delta.numel()))
-        found = [(wide(v[:, self.ids]) * delta).sum((2, 3)) for v in u.split(some)]
+        found = [(real(v[:, self.ids]) * real(delta)).flatten(2).sum(2) for v in u.split(some)]
         return torch.cat(found)
 
     def rows(self) -> Tensor:
@@ -282,12 +291,15 @@ class Replay(Record):
     def shape(self) -> tuple[int, ...]:
         return tuple(self.value.shape)
 
+    def like(self) -> Tensor:
+        return self.value
+
     def dot(self, u: Tensor) -> Tensor:
         if self.linear:
             tangent = self.apply(u.to(self.value.dtype))
         else:
             tangent = along(lambda w: self.apply(w[0]), [self.value], [u])
-        return (wide(self.split(tangent)) * wide(self.delta)).flatten(1).sum(1)
+        return inner(self.split(tangent), self.delta)
 
     def rows(self) -> Tensor:
         with torch.enable_grad():
@@ -338,6 +350,17 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
 def wide(x: Tensor) -> Tensor:
     dtype = wide_type(x.dtype)
     return x if x.dtype == dtype else x.to(dtype)
+
+
+def real(x: Tensor) -> Tensor:
+    """In at least float32; complex numbers [...] as pairs [..., 2]. Gradients of complex tensors
+    are ∂L/∂Re + i ∂L/∂Im, so what they say of a direction is the product of such pairs."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else wide(x)
+
+
+def inner(u: Tensor, g: Tensor) -> Tensor:
+    """⟨u_i, g_i⟩ of tensors [B, …] for each i: [B]."""
+    return (real(u) * real(g)).reshape(len(g), -1).sum(1)
 
 
 def aligned(x: Tensor) -> Tensor:
