@@ -25,6 +25,7 @@ from inrun.arguments import flatten, present
 from inrun.autocast import Autocast, current
 from inrun.compiled import Backend
 from inrun.errors import nested, nothing_recorded, refusal, unproven_rows
+from inrun.inputs import CONSTANT, OUTSIDE, PAIRS
 from inrun.keeping import Keeper
 from inrun.layout import MIXED, Layout, Lost, in_place, name_of, tensors_in
 from inrun.meeting import apart, has_pure_form, operate, prepare, shapes_suffice, summed_leaves
@@ -33,7 +34,7 @@ from inrun.nodes import Node
 from inrun.ops import Call, Form, op_rule, replay
 from inrun.ops.blocks import Blocks
 from inrun.pairs import halves
-from inrun.provenance import CONSTANT, LIKE, OUTSIDE, PAIRS, Provenance
+from inrun.provenance import LIKE, Provenance
 from inrun.recall import Followed, Met, Recall
 from inrun.tap import (
     MicroBatch,
@@ -239,23 +240,6 @@ class Capture(Provenance):
             if self._by_storage is not None:
                 self._revive(tensors)
         return out
-
-    def _any_batched(self, infos: Sequence[Any]) -> bool:
-        """Is one of them made of the batch?"""
-        return any(
-            x is MIXED or x is PAIRS or type(x) is Lost or (type(x) is Layout and not x.data)
-            for x in infos
-        )
-
-    def _anchor_operands(
-        self, func: Any, tensors: Sequence[Tensor], infos: Sequence[Any]
-    ) -> list[Any]:
-        """Outside any module, data that meets a parameter is what the model receives."""
-        if any(type(x) is Layout for x in infos):
-            roots = sorted(r for x in infos if type(x) is Node for r in x.roots)
-            name = f"the operand of '{name_of(func)}' with {', '.join(roots[:2])}"
-            self.anchor([(name, t) for t in tensors])
-        return [self._find(t) for t in tensors]
 
     def _meet(self, func: Any, args: Any, kwargs: Any, key: Any) -> Any:
         """A parametric tensor meets the examples: run the operation and tap its output."""

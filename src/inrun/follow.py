@@ -70,9 +70,9 @@ def _from_right(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> L
 
 def _filled_from(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
     """``x.masked_scatter(mask, source)`` takes the source's numbers in their order."""
-    x, mask, *source = (*args, *kwargs.values())
-    moved = any(find(t) is not None for t in source)
-    return None if moved else _broadcast(func, (x, mask), {}, out, find)
+    given = [*args, *kwargs.values()]
+    moved = any(find(t) is not None for t in given[2:])
+    return None if moved else _broadcast(func, given[:2], {}, out, find)
 
 
 def _where(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:

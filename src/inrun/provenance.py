@@ -25,11 +25,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten
 
 from inrun import pairs
-from inrun.anchors import Claims, Entries, named_tensors
+from inrun.anchors import Claims, Entries
 from inrun.arguments import flatten
 from inrun.errors import random_parameter, transformed, unseen_function
 from inrun.follow import follow
 from inrun.indexing import written
+from inrun.inputs import CONSTANT, OUTSIDE, PAIRS, Inputs
 from inrun.layout import MIXED, Kind, Layout, Lost, in_place, lost, name_of, tensors_in
 from inrun.nodes import Node
 from inrun.recall import Followed, Recall, tensors_of
@@ -44,14 +45,13 @@ from inrun.tap import (
     unwrapped,
 )
 
-CONSTANT, OUTSIDE, PAIRS = Kind("constant"), Kind("outside"), Kind("pairs")
 _COLLATED = ("stack", "cat", "concat", "concatenate", "vstack", "pad_sequence")
 LIKE = ("to", "type_as", "view_as", "reshape_as", "expand_as")
 _RANDOM = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
            "feature_alpha_dropout", "bernoulli", "rrelu", "gumbel_softmax")  # fmt: skip
 
 
-class Provenance:
+class Provenance(Inputs):
     """Remembers it for the tensors of one batch."""
 
     def __init__(
@@ -61,8 +61,7 @@ class Provenance:
         self.live: MicroBatch | None = None
         self._planning = False
         self._layouts: dict[Any, Layout] = {}
-        self.claims = Claims()
-        self.entries = Entries(self, modules[0])
+        self.claims, self.entries = Claims(), Entries(self, modules[0])
         self.watch(params)
         self._forget_tensors()
 
@@ -71,8 +70,7 @@ class Provenance:
         self._by_storage: dict[Any, Any] | None = None  # where something is recomputed
         self._constants: set[int] | None = None  # the model's own tensors
         self._shapes: list[tuple[int, ...]] = []
-        self._inside: list[nn.Module] = []  # module calls that are under way
-        self.anchored = False  # is it known which tensors are the batch?
+        self.forget_inputs()
 
     def watch(self, params: Mapping[str, Tensor]) -> None:
         """The parameters to score, from the next batch on."""
@@ -126,56 +124,6 @@ class Provenance:
         self._shapes.append(tuple(t.shape))
         return OUTSIDE
 
-    # What the model receives
-
-    def entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A module of the user's is called."""
-        whole = module is self.modules[0]
-        if in_backward():  # recomputed
-            return
-        if self.live is None:
-            if whole:
-                self._note_sizes([*named_tensors(args, "input"), *named_tensors(kwargs)])
-            return
-        self._inside.append(module)
-        if len(self._inside) > 1:
-            return
-        if self.entries.called is not None:
-            self.entries.called.add(module)
-        given = [*named_tensors(args, "input"), *named_tensors(kwargs)]
-        if whole:
-            self._note_sizes(given)
-            self.anchor(given, first=True)
-        else:
-            self.anchor([(f"{k} of {type(module).__name__}", t) for k, t in given])
-
-    def left(self, module: nn.Module) -> None:
-        if self._inside and self._inside[-1] is module:
-            self._inside.pop()
-
-    def _note_sizes(self, given: Sequence[tuple[str, Tensor]]) -> None:
-        """How long each input is beside the first one: what has the same length in batches of two
-        sizes holds a row per example, what has not does not."""
-        sized = [(k, t.shape[self.batch_dim]) for k, t in given if t.ndim > self.batch_dim]
-        for k, n in sized[1:]:
-            self.claims.seen(k, sized[0][1], n)
-
-    def anchor(self, given: Sequence[tuple[str, Tensor]], first: bool = False) -> None:
-        """The model receives these: data with an entry for each example is the batch. ``first``:
-        the first of them is certain to be; of others that is claimed, if something came before."""
-        first = first or not self.anchored
-        for name, t in given:
-            info = self._info.get(t)
-            if info is None and t.ndim and id(t) not in self.nodes and not self.owns(t):
-                info = self._info[t] = self._one(self._as_data(t))
-            if type(info) is not Layout or not info.data:
-                continue
-            claims = frozenset() if first else frozenset([name])
-            self._info[t] = self._one(replace(info, data=False, claims=claims))
-            if not first and self.claims.shared(name):
-                self._info[t] = CONSTANT
-            first, self.anchored = False, True
-
     def _refuse_transformed(self, args: Any, kwargs: Any) -> None:
         """A parameter inside torch.func.vmap or grad."""
         inner = [unwrapped(t) for t in tensors_in(args, kwargs)]
@@ -199,6 +147,23 @@ class Provenance:
         if type(info) is not Layout or (info.data and self.anchored):
             return None
         return self._settled(info)
+
+    def _any_batched(self, infos: Sequence[Any]) -> bool:
+        """Is one of them made of the batch?"""
+        return any(
+            x is MIXED or x is PAIRS or type(x) is Lost or (type(x) is Layout and not x.data)
+            for x in infos
+        )
+
+    def _anchor_operands(
+        self, func: Any, tensors: Sequence[Tensor], infos: Sequence[Any]
+    ) -> list[Any]:
+        """Outside any module, data that meets a parameter is what the model receives."""
+        if any(type(x) is Layout for x in infos):
+            roots = sorted(r for x in infos if type(x) is Node for r in x.roots)
+            name = f"the operand of '{name_of(func)}' with {', '.join(roots[:2])}"
+            self.anchor([(name, t) for t in tensors])
+        return [self._find(t) for t in tensors]
 
     def _settled(self, layout: Layout) -> Layout:
         open_ = frozenset(c for c in layout.claims if not self.claims.proven(c))
