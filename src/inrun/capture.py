@@ -109,9 +109,9 @@ class Capture(Provenance):
             with self.blocks.undone_if_it_fails(), self._stance(), self._mode:
                 yield self.live
             if not self.live.fired:
-                raise nothing_recorded(
+                self.on_empty(nothing_recorded(
                     self.live.B, self.batch_dim, [] if self.live.met else self._shapes
-                )
+                ))  # fmt: skip
         finally:
             self.live = None
             for handle in self._hooks:

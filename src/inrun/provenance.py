@@ -13,14 +13,15 @@ A tensor is one of
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from inrun.arguments import flatten
-from inrun.errors import random_parameter
+from inrun.errors import BatchError, random_parameter
 from inrun.follow import follow, written
 from inrun.layout import Layout, in_place, name_of, tensors_in
 from inrun.nodes import Node
@@ -47,6 +48,9 @@ class Provenance:
     ) -> None:
         self.modules, self.batch_dim = modules, batch_dim
         self.live: MicroBatch | None = None
+        self.on_empty: Callable[[BatchError], None] = _refuse  # a batch without a gradient
+        self.held: Collection[int] = ()  # ids of the parameters that the optimizer trains
+        self.outsiders: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._reentered = threading.local()
         self._layouts: dict[Any, Layout] = {}
         self.watch(params)
@@ -89,6 +93,8 @@ class Provenance:
         assert self.live is not None
         if self.owns(t):
             return CONSTANT
+        if t.requires_grad and t.is_leaf and self._outsider(t):
+            return CONSTANT
         if getattr(self._reentered, "by", None):
             known = None if self._by_storage is None else self._by_storage.get(storage_key(t))
             if known is not None:
@@ -99,6 +105,17 @@ class Provenance:
             return CONSTANT
         self._shapes.append(tuple(t.shape))
         return UNKNOWN if t.requires_grad and not t.is_leaf else OUTSIDE
+
+    def _outsider(self, t: Tensor) -> bool:
+        """Is it a parameter, but of something else than the model (a criterion of its own)? One of
+        the batch's size that nobody has seen before may be an input."""
+        assert self.live is not None
+        known = id(t) in self.held or id(t) in self.outsiders
+        sized = t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B
+        if known or (isinstance(t, nn.Parameter) and not sized):
+            self.outsiders[id(t)] = t
+            return True
+        return False
 
     def _layout(self, t: Any) -> Layout | None:
         info = self._find(t) if isinstance(t, Tensor) else None
@@ -177,6 +194,10 @@ class Provenance:
                 if t.requires_grad
                 else CONSTANT
             )
+
+
+def _refuse(error: BatchError) -> None:
+    raise error
 
 
 def _is_random(args: Any, kwargs: Any) -> bool:

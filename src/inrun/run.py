@@ -21,10 +21,13 @@ from torch.optim import Optimizer
 
 from inrun.bookkeeping import (
     Config,
+    EmptyBatches,
+    Unscored,
     as_ids,
     coverage_table,
     describe,
     free_memory,
+    held_by,
     modules_of,
     scored_parameters,
     trainable,
@@ -35,7 +38,7 @@ from inrun.direction import Estimator
 from inrun.errors import BatchError
 from inrun.ledger import Ledger, LedgerError, MemoryLedger, StepRecord, Tables
 from inrun.logging import Summary
-from inrun.score import Pending, Score
+from inrun.score import Begun, Pending, Score
 from inrun.scoring import Scorer
 from inrun.tap import MicroBatch
 from inrun.validation import Validator
@@ -78,10 +81,13 @@ class Run(Summary, Tables):
         self._capture = Capture(
             model, self.params, batch_dim=config.batch_dim, form=config.form,
             fast=config.training == "fast", directions=len(self.targets) * len(self.estimators),
-            offload=offload, check_memory=self._account, on_first_gradient=self._drop_skipped,
+            offload=offload, check_memory=self._account, on_first_gradient=self._first_gradient,
         )  # fmt: skip
         self._pending: list[tuple[np.ndarray, MicroBatch | None]] = []
         self._unsettled: deque[tuple[StepRecord, Pending]] = deque()
+        self._taking: tuple[StepRecord, Score | Begun] | None = None  # inside optimizer.step()
+        self._empty, self._unscored = EmptyBatches(), Unscored()
+        self._capture.on_empty, self._capture.held = self._empty.ended, held_by(optimizer)
         self._id_type: type | None = None
         self._check: Check | None = None
         if model in _WATCHED or optimizer in _WATCHED:
@@ -92,8 +98,8 @@ class Run(Summary, Tables):
         _WATCHED[model] = _WATCHED[optimizer] = None
         self._depth = 0  # an optimizer whose step() calls its base class's runs the hooks twice
         self._hooks: list[Any] = [
-            optimizer.register_step_pre_hook(self._on_step),
-            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_step_pre_hook(_eager(self._on_step)),
+            optimizer.register_step_post_hook(_eager(self._after_step)),
         ]
 
     # The training loop's side
@@ -111,13 +117,16 @@ class Run(Summary, Tables):
             raise BatchError("run.batch inside run.batch: one batch at a time")
         array, self._id_type = as_ids(ids, self._id_type)
         self._depth = 0  # a step that failed left it raised
+        self._give_up_step()
         self._rescan()
         if not self._chosen():
             self._drop_skipped()
             yield
             self._pending.append((array, None))
+            self._scorer.accumulated.note(self.params, scored=False)
             return
         held = self._held
+        self._empty.begun(self.params)
         try:
             with self._capture.batch(len(array)) as micro:
                 yield
@@ -126,8 +135,13 @@ class Run(Summary, Tables):
             raise
         if not self._hooks:  # closed inside the block
             return
+        if not micro.fired:
+            return
         self._pending.append((array, micro))
-        self._scorer.accumulated.note(self.params)
+        self._scorer.accumulated.note(self.params, audit=self._audited())
+        outsiders = list(self._capture.outsiders.values())
+        if self._unscored.look(self._left_out, outsiders, self.optimizer) and self._described:
+            self._store.update_info(**describe(self.model, self.optimizer, self.coverage()))
 
     def check(self, permutations: int = PERMUTATIONS) -> Check:
         """Compare the next scored step with exact Shapley values of this very model.
@@ -147,6 +161,7 @@ class Run(Summary, Tables):
             self._hooks = []
             _WATCHED.pop(self.model, None)
             _WATCHED.pop(self.optimizer, None)
+            self._give_up_step()
             self._settle()
             self._forget()
             self._capture.close()
@@ -163,7 +178,8 @@ class Run(Summary, Tables):
 
     def coverage(self) -> pd.DataFrame:
         """One row per parameter: is it scored, through which operations, in which form."""
-        return coverage_table(self.params, self._left_out, self._capture.coverage)
+        others = self._left_out | self._unscored.outside
+        return coverage_table(self.params, others, self._capture.coverage)
 
     def state_dict(self) -> dict[str, Any]:
         """For the user's checkpoint: where the run stands. Everything recorded is safe first."""
@@ -181,6 +197,7 @@ class Run(Summary, Tables):
         self._ledger.load_state_dict(state["ledger"])  # refuses what is another run's
         self._ledger.truncate(state["step"])
         self._forget()
+        self._taking = None
         self.step, self.unwatched = state["step"], state["unwatched"]
         self._next_audit = state["next_audit"]
         self._validator.load_state_dict(state["validation"])
@@ -193,6 +210,7 @@ class Run(Summary, Tables):
         self._depth += 1
         if self._depth > 1:
             return None
+        self._give_up_step()
         changed: tuple[Any, Any] | None = None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:
@@ -214,7 +232,24 @@ class Run(Summary, Tables):
         return changed
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """After ``optimizer.step()``: the weights are what the step made of them."""
         self._depth = max(self._depth - 1, 0)
+        if self._depth or self._taking is None:
+            return
+        record, score = self._taking
+        self._taking = None
+        done: Score | Pending
+        with torch.no_grad():
+            done = self._scorer.finish(score) if isinstance(score, Begun) else score
+        self._settle()
+        if isinstance(done, Pending):  # its numbers arrive while the next step runs
+            self._unsettled.append((record, done))
+            return
+        if done.audit is not None:
+            self._next_audit = (
+                record.step // self.config.audit_every + 1
+            ) * self.config.audit_every
+        self._append(record, done)
 
     def _record(self) -> None:
         if not self._pending:
@@ -229,22 +264,24 @@ class Run(Summary, Tables):
         ids = np.concatenate([i for i, _ in self._pending])
         micros = [m for _, m in self._pending if m is not None]
         lr = float(self.optimizer.param_groups[0]["lr"])
-        score: Score | Pending = Score()
+        score: Score | Begun = Score()
         if len(micros) == len(self._pending):
             check, self._check = self._check, None
-            every = self.config.audit_every
-            audit = every > 0 and self.step >= self._next_audit
-            score = self._scorer.score(self.step, micros, ids, audit, check)
+            score = self._scorer.begin(self.step, micros, ids, self._audited(), check)
         self._begin()
         record = StepRecord(self.step, ids, None, lr, float(self.config.every))
-        if isinstance(score, Pending):  # its numbers arrive while the next step runs
+        self._taking = record, score
+
+    def _give_up_step(self) -> None:
+        """A step that began and never ended (it raised) is void."""
+        if self._taking is not None:
+            record, _ = self._taking
+            self._taking = None
             self._settle()
-            self._unsettled.append((record, score))
-            return
-        self._settle()
-        if score.audit is not None:
-            self._next_audit = (self.step // self.config.audit_every + 1) * self.config.audit_every
-        self._append(record, score)
+            self._append(record, Score(void="optimizer.step() did not finish"))
+
+    def _audited(self) -> bool:
+        return self.config.audit_every > 0 and self.step >= self._next_audit
 
     def _settle(self) -> None:
         """Write down the steps whose numbers were on their way."""
@@ -253,6 +290,7 @@ class Run(Summary, Tables):
             self._append(record, pending.settle())
 
     def _append(self, record: StepRecord, score: Score) -> None:
+        self._scorer.settled(score)
         done = replace(
             record, values=score.values, void=score.void, audit=score.audit, missed=score.missed
         )
@@ -297,13 +335,17 @@ class Run(Summary, Tables):
             self.params, self._left_out = found
             self._scorer.params = self.params
             self._capture.watch(self.params)
+            self._capture.held = held_by(self.optimizer)
 
     def _drop_skipped(self) -> None:
         """Captures of a step that never came (GradScaler skipped it): gradients are gone."""
-        if not self._pending:
-            return
-        if not any(bool(p.grad.any()) for p in self.params.values() if p.grad is not None):
+        if self._pending and self._scorer.accumulated.thrown_away(self.params):
             self._forget()
+
+    def _first_gradient(self) -> None:
+        """In a batch, before anything is added to .grad."""
+        self._drop_skipped()
+        self._scorer.accumulated.begin(self.params, first=not self._pending)
 
     def _forget(self) -> None:
         for _, micro in self._pending:
@@ -327,3 +369,10 @@ class Run(Summary, Tables):
                 "watch(..., offload=True) to keep it in host memory, ignore=[...] for the largest "
                 "layers, or raise memory_limit."
             )
+
+
+def _eager(hook: Any) -> Any:
+    """A hook that stays as it is where ``optimizer.step`` is compiled: it measures, and there is
+    nothing in it to compile."""
+    why = "inrun scores the step here: compile optimizer.step without fullgraph=True"
+    return torch.compiler.disable(hook, reason=why)

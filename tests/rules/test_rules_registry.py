@@ -108,7 +108,7 @@ def test_unknown_optimizer_says_what_to_do() -> None:
     with pytest.raises(TypeError) as error:
         rule_for(Lion([parameter()]))
     message = str(error.value)
-    assert "no rule for the optimizer Lion" in message
+    assert "no rule for the optimizer test_rules_registry.Lion" in message
     assert "@inrun.register_optimizer(Lion)" in message
     assert "AdamW" in message
 
