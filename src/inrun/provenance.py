@@ -51,6 +51,7 @@ class Provenance:
         self.on_empty: Callable[[BatchError], None] = _refuse  # a batch without a gradient
         self.held: Collection[int] = ()  # ids of the parameters that the optimizer trains
         self.outsiders: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._sized: dict[int, tuple[weakref.ref[Tensor], MicroBatch]] = {}
         self._reentered = threading.local()
         self._layouts: dict[Any, Layout] = {}
         self.watch(params)
@@ -108,14 +109,20 @@ class Provenance:
 
     def _outsider(self, t: Tensor) -> bool:
         """Is it a parameter, but of something else than the model (a criterion of its own)? One of
-        the batch's size that nobody has seen before may be an input."""
+        the batch's size may be an input, unless it comes back in another batch."""
         assert self.live is not None
         known = id(t) in self.held or id(t) in self.outsiders
-        sized = t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B
-        if known or (isinstance(t, nn.Parameter) and not sized):
+        if not known and isinstance(t, nn.Parameter):
+            known = t.ndim <= self.batch_dim or t.shape[self.batch_dim] != self.live.B
+            if not known:
+                seen, batch = self._sized.get(id(t), (None, None))
+                known = seen is not None and seen() is t and batch is not self.live
+                if len(self._sized) > 100:
+                    self._sized = {}
+                self._sized[id(t)] = weakref.ref(t), self.live
+        if known:
             self.outsiders[id(t)] = t
-            return True
-        return False
+        return known
 
     def _layout(self, t: Any) -> Layout | None:
         info = self._find(t) if isinstance(t, Tensor) else None

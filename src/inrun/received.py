@@ -46,11 +46,13 @@ class Accumulated:
         self._copies: dict[str, Tensor] = {}
         self._memory: dict[str, Tensor] = {}  # of the copies, used again
         self._sample: list[Tensor] = []
+        self._views = sample.Views()
         self._before: Tensor | None = None
 
     def forget(self) -> None:
         """The step is over, or was skipped."""
         self._held, self._copies, self._sample, self._before = {}, {}, [], None
+        self._views.forget()
 
     def close(self) -> None:
         self.forget()
@@ -80,7 +82,7 @@ class Accumulated:
         grads = _gradients(params)
         if first:
             left = [g for g in grads.values() if not _empty(g)]
-            found = left if self.whole else sample.gather(left)
+            found = left if self.whole else self._views.gather(left)
             flags = [x.any() for x in found]
             if flags:
                 self._raise_before(torch.stack([f.to(flags[0].device) for f in flags]).any())
@@ -92,7 +94,9 @@ class Accumulated:
             elif self._touched(grads):
                 self._raise_before(torch.ones((), dtype=torch.bool))
             else:
-                self._raise_before(sample.differ(sample.gather(list(grads.values())), self._sample))
+                self._raise_before(
+                    sample.differ(self._views.gather(list(grads.values())), self._sample)
+                )
 
     def _raise_before(self, flag: Tensor) -> None:
         if self._before is not None:
@@ -108,7 +112,7 @@ class Accumulated:
             self._copies = self._copied(grads)
         elif scored:
             self._memory = {}
-            self._sample = sample.gather(list(grads.values()))
+            self._sample = self._views.gather(list(grads.values()))
 
     def _copied(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """In the same memory as in the last step."""
@@ -149,7 +153,7 @@ class Accumulated:
         elif touched:
             found.flags[CHANGED] = torch.ones((), dtype=torch.bool)
         else:
-            now = sample.gather(list(grads.values()))
+            now = self._views.gather(list(grads.values()))
             found.flags[CHANGED] = sample.differ(now, self._sample)
         self._quiet = 0 if touched or found.changed else self._quiet + 1
         self.whole = self._quiet < FIRST

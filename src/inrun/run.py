@@ -217,6 +217,7 @@ class Run(Summary, Tables):
             with torch.enable_grad():
                 result = closure()
             changed = ((args[0], lambda: result), {})
+            self._depth = 1  # a batch in the closure took it for the rest of a failed step
         if self._capture.live is not None:
             raise BatchError("optimizer.step() inside run.batch: step after the with block")
         found_inf = getattr(optimizer, "found_inf", None)

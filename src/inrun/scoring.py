@@ -30,6 +30,7 @@ from inrun.ledger import Audit
 from inrun.received import BEFORE, CHANGED, FIRST, Accumulated, Received
 from inrun.rules import rule_for
 from inrun.rules.base import LinearMap, Scale, has_own_rule
+from inrun.sample import Views
 from inrun.score import Begun, Pending, Score
 from inrun.stages import stage
 from inrun.sweep import Gradients
@@ -67,10 +68,12 @@ class Scorer:
         self._static = Static()
         self._candidates: set[str] = set()  # vectors that may cancel
         self._looked_at: Any = None
+        self._views = Views()  # of weights and optimizer state
         self._compared = 0  # steps whose weights were compared on all coordinates
 
     def close(self) -> None:
         self._static = Static()
+        self._views.forget()
         self.accumulated.close()
 
     def begin(
@@ -101,7 +104,10 @@ class Scorer:
         numbers["missed"] = _missed([moved[i] for i in places], numbers["values"])
         whole = audit or self._compared < FIRST
         tolerance = _tolerance(G.values(), any(_is_half(m) for m in micros))
-        prediction, measured = predict(moved, path, whole), list[np.ndarray]()
+        prediction, measured = (
+            predict(moved, path, None if whole else self._views),
+            list[np.ndarray](),
+        )
         maps = self._maps(path, places, G, self._cancelling(G, micros, audit))
         with self._validating(micros):
             clipping = self._values(numbers, path, mine, maps, fixed, G, micros, audit)
@@ -136,7 +142,7 @@ class Scorer:
         if not begun.wait:
             return pending
         score = pending.settle()
-        if not begun.prediction.sampled and score.void is None:
+        if begun.prediction.views is None and score.void is None:
             self._compared += 1
         return score
 

@@ -38,11 +38,10 @@ class Piece:
     owner: Tensor | None  # the parameter of each number; None where there is only one
     allowed: Tensor  # the distance that counts as rounding [parameters]
 
-    def off(self, sampled: bool) -> Tensor:
+    def off(self, views: sample.Views | None) -> Tensor:
         """Is any parameter further from its prediction than rounding explains?"""
-        real = [p.detach() for p in self.params]
-        flat = torch.cat(sample.views(real)) if sampled else real[0].flatten()
-        away = _norms(flat.to(self.expected.dtype) - self.expected, self.owner, len(real))
+        flat = self.params[0].detach().flatten() if views is None else views.joined(self.params)
+        away = _norms(flat.to(self.expected.dtype) - self.expected, self.owner, len(self.params))
         return (~(away <= self.allowed)).any()  # NaN is off
 
 
@@ -51,13 +50,13 @@ class Prediction:
     """The weights after a step, as the rule has them."""
 
     pieces: list[Piece]
-    sampled: bool
+    views: sample.Views | None  # of a sample; None: of all coordinates
     gradients: list[tuple[Tensor, Tensor, int]]  # parameter, its gradient and version
 
     @torch.no_grad()
     def off(self) -> Tensor:
         """After the step: 1 if it was another than predicted. On the device."""
-        flags = [piece.off(self.sampled) for piece in self.pieces]
+        flags = [piece.off(self.views) for piece in self.pieces]
         return torch.stack([f.to(flags[0].device) for f in flags]).any().double()
 
     def other_gradients(self) -> bool:
@@ -66,9 +65,9 @@ class Prediction:
 
 
 @torch.no_grad()
-def predict(moved: Sequence[Moved], path: Path, whole: bool) -> Prediction:
-    """Before the step. ``whole``: on all coordinates, else on a sample of each parameter."""
-    if whole:
+def predict(moved: Sequence[Moved], path: Path, views: sample.Views | None) -> Prediction:
+    """Before the step, on all coordinates or on a sample of each parameter."""
+    if views is None:
         ends = zip(moved, path.point(0.0), path.point(1.0), strict=True)
         pieces = [
             _piece([m], m.p.detach().flatten(), a.flatten(), b.flatten(), None)
@@ -76,9 +75,10 @@ def predict(moved: Sequence[Moved], path: Path, whole: bool) -> Prediction:
             if m.p.numel()
         ]
     else:
-        pieces = [_sampled(group) for group in _groups(moved)]
+        views.shrink(64 + 8 * len(moved))
+        pieces = [_sampled(group, views) for group in _groups(moved)]
     grads = [(m.p, g, g._version) for m in moved if (g := m.p.grad) is not None]
-    return Prediction(pieces, not whole, grads)
+    return Prediction(pieces, views, grads)
 
 
 def _piece(
@@ -103,35 +103,31 @@ def _norms(x: Tensor, owner: Tensor | None, n: int) -> Tensor:
     return squares.index_add_(0, owner, x.double().square()).sqrt()
 
 
-def _sampled(members: list[Moved]) -> Piece:
+def _sampled(members: list[Moved], views: sample.Views) -> Piece:
     """A sample of the weights of parameters of one kind."""
-    params, first = [m.p.detach() for m in members], members[0]
-    w = torch.cat(sample.views(params))
+    first, counts, once = members[0], sample.counts(m.p for m in members), sample.Views()
+    w = views.joined(m.p for m in members)
     if first.rule.elementwise:
-        counts = sample.counts(params)
-        state = {k: _state([m.state[k] for m in members], first.p, counts) for k in first.state}
-        g = torch.cat(sample.views([m.g for m in members]))
+        state = {k: _state([m.state[k] for m in members], counts, views) for k in first.state}
+        g = once.joined(m.g for m in members)
         whole = Moved(w, g, first.rule, state, first.options)
         without, expected = whole.at(0.0), whole.at(1.0)
     else:  # the update looks at whole parameters
-        without, expected = (
-            torch.cat(sample.views([m.at(x) for m in members])) for x in (0.0, 1.0)
-        )
-    return _piece(members, w, without, expected, _owner(tuple(sample.counts(params)), w.device))
+        without, expected = (once.joined([m.at(x) for m in members]) for x in (0.0, 1.0))
+    return _piece(members, w, without, expected, _owner(counts, w.device))
 
 
-def _state(values: list[Any], p: Tensor, counts: list[int]) -> Any:
+def _state(values: list[Any], counts: tuple[int, ...], views: sample.Views) -> Any:
     """One entry of the state for all: of each coordinate, or one number. A number on a device may
     differ between parameters, so each coordinate has its own."""
     first = values[0]
     if not isinstance(first, Tensor):
         return first
-    if first.shape == p.shape and first.ndim:
-        return torch.cat(sample.views(values))
+    if first.dim():  # of each coordinate
+        return views.joined(values)
     if first.device.type == "cpu":
         return first
-    each = torch.stack([x.reshape(()) for x in values])
-    return each.repeat_interleave(torch.tensor(counts, device=each.device), output_size=sum(counts))
+    return torch.stack([x.reshape(()) for x in values])[_owner(counts, first.device)]
 
 
 @lru_cache(maxsize=64)
@@ -156,10 +152,8 @@ def _kind(m: Moved) -> tuple[Any, ...]:
     for k, x in m.state.items():
         if not isinstance(x, Tensor):
             kind.append((k, x if isinstance(x, (bool, int, float)) else None))
-        elif x.shape == m.p.shape and x.ndim:
+        elif x.dim():  # of each coordinate
             kind.append((k, x.dtype))
-        elif x.device.type == "cpu":
-            kind.append((k, x.dtype, float(x)))
         else:
-            kind.append((k, x.dtype, x.device))
+            kind.append((k, x.dtype, x.item() if x.is_cpu else x.device))
     return tuple(kind)

@@ -261,7 +261,7 @@ def rule_for(optimizer: Optimizer) -> Rule:
     )  # fmt: skip
     raise TypeError(
         f"inrun has no rule for the optimizer {_qualified(type(optimizer))}.{twins} Rules exist "
-        f"for {known}. Add one with @inrun.register_optimizer({name}), given the class itself, above a "
+        f"for {known}. Add one with @inrun.register_optimizer({name}), on a "
         "pure function (g, w, state, options) that returns what a step subtracts from the weights "
         "(docs/optimizers.md shows Lion)."
     )
