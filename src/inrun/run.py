@@ -97,10 +97,9 @@ class Run(Summary, Tables):
             )
         _WATCHED[model] = _WATCHED[optimizer] = None
         self._depth = 0  # an optimizer whose step() calls its base class's runs the hooks twice
-        self._hooks: list[Any] = [
-            optimizer.register_step_pre_hook(_eager(self._on_step)),
-            optimizer.register_step_post_hook(_eager(self._after_step)),
-        ]
+        before, after = _eager(self._on_step), _eager(self._after_step)
+        self._hooks: list[Any] = [optimizer.register_step_pre_hook(before)]
+        self._hooks.append(optimizer.register_step_post_hook(after))
 
     # The training loop's side
 
