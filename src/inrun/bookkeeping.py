@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -128,22 +127,105 @@ def _encodable(text: str) -> bool:
     return True
 
 
-def free_memory(device: torch.device, offload: bool) -> int:
-    """Bytes that can still be allocated where captures are kept."""
-    if device.type == "cuda" and not offload:
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return 2**62
+NOT_HELD = "not in the optimizer"
+OUTSIDE = "outside the watched model"
+
+
+class Unscored:
+    """Parameters that the loss inside run.batch trains and that are not scored: of the model, but
+    not in the optimizer, or of something else than the model (a criterion of its own)."""
+
+    def __init__(self) -> None:
+        self.outside: dict[str, tuple[Tensor, str]] = {}  # by a name, with the reason
+        self._known: dict[int, Tensor] = {}
+
+    def look(
+        self,
+        left_out: Mapping[str, tuple[Tensor, str]],
+        outsiders: Iterable[Tensor],
+        optimizer: Optimizer,
+    ) -> bool:
+        """After a batch: warn of those that have received a gradient for the first time."""
+        found = []
+        for name, (p, why) in left_out.items():
+            if why == NOT_HELD and p.grad is not None and self._new(p):
+                found.append(f"{name} {list(p.shape)} is {why}")
+        for t in outsiders:
+            if t.grad is not None and self._new(t):
+                name = _held_names(optimizer).get(id(t), f"(outside {len(self.outside) + 1})")
+                self.outside[name] = (t, OUTSIDE)
+                found.append(f"{name} {list(t.shape)} is {OUTSIDE}")
+        if found:
+            more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+            warnings.warn(
+                "the loss inside run.batch also trains parameters that are not scored: "
+                f"{'; '.join(found[:5])}{more}. What examples do through them is in no value; "
+                "run.coverage() lists them. To score them too, watch a module that contains them "
+                "all, with one optimizer.",
+                stacklevel=5,
+            )
+        return bool(found)
+
+    def _new(self, p: Tensor) -> bool:
+        if id(p) in self._known:
+            return False
+        self._known[id(p)] = p
+        return True
+
+
+class EmptyBatches:
+    """Blocks that ended and recorded nothing. Without a backward pass the batch does not count (a
+    loop skips those whose loss is not finite); with one it is a mistake."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._params: Mapping[str, Tensor] = {}
+        self._before: list[tuple[Tensor, int]] = []
+
+    def begun(self, params: Mapping[str, Tensor]) -> None:
+        self._params, self._before = params, self._gradients(params)
+
+    def ended(self, error: BatchError) -> None:
+        now = self._gradients(self._params)
+        if len(now) != len(self._before) or any(
+            g is not old or version != before
+            for (g, version), (old, before) in zip(now, self._before, strict=True)
+        ):
+            raise error
+        self.count += 1
+        if self.count == 1:
+            warnings.warn(
+                "a run.batch(ids) block ended without a backward(): the batch does not count. That "
+                "is right for a batch that the loop skips; otherwise call loss.backward() inside "
+                "the block. (Said once.)",
+                stacklevel=7,
+            )
+
+    @staticmethod
+    def _gradients(params: Mapping[str, Tensor]) -> list[tuple[Tensor, int]]:
+        """What is in .grad, and how often it was written to."""
+        return [(g, g._version) for p in params.values() if (g := p.grad) is not None]
+
+
+def _held_names(optimizer: Optimizer) -> dict[int, str]:
+    """The names of the parameters that an optimizer was given by name."""
+    return {
+        id(p): name
+        for group in optimizer.param_groups
+        for p, name in zip(group["params"], group.get("param_names", ()), strict=False)
+    }
+
+
+def held_by(optimizer: Optimizer) -> frozenset[int]:
+    """The ids of the parameters that it trains."""
+    return frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
 
 
 def scored_parameters(
     model: nn.Module, optimizer: Optimizer, ignore: Sequence[str]
 ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, str]]]:
     """The parameters to score by name, and the others with the reason they are left alone."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = held_by(optimizer)
     named = {k.removeprefix("_orig_mod."): p for k, p in model.named_parameters()}
     _refuse_complex(named, optimizer)
     left_out = ignored(ignore, list(named), _shared(model, named)) if ignore else set()
@@ -153,7 +235,7 @@ def scored_parameters(
         if not p.requires_grad:
             others[name] = (p, "frozen")
         elif id(p) not in held:
-            others[name] = (p, "not in the optimizer")
+            others[name] = (p, NOT_HELD)
         elif name in left_out:
             others[name] = (p, "ignored")
         else:

@@ -112,9 +112,9 @@ class Capture(Provenance):
             ):
                 yield self.live
             if not self.live.fired:
-                raise nothing_recorded(
+                self.on_empty(nothing_recorded(
                     self.live.B, self.batch_dim, [] if self.live.met else self._shapes
-                )
+                ))  # fmt: skip
         finally:
             self.live = None
             self._forget_tensors()

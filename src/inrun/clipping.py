@@ -15,7 +15,7 @@ c(1 + ln 1/c); it overstates the part across G where single examples are clipped
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -101,109 +101,260 @@ def _times(ratio: Tensor, d: Direction) -> Direction:
     return replace(d, K=ratio * d.K) if d.K is not None else replace(d, v=ratio * d.v)
 
 
-class Accumulated:
-    """G: the gradient as the batch left it, and whether anything happened to it since.
+@dataclass(frozen=True)
+class Unrecognised:
+    """ḡ is no known function of G: the reason, and what a user can do about it."""
 
-    Copies are kept until a step has shown that nothing does. From then on torch's version counters
-    tell, and, since unscaling by a GradScaler leaves them alone, a sample of small parameters,
-    compared on the device so that nothing waits for it.
-    """
-
-    def __init__(self) -> None:
-        self.whole = True
-        self._held: dict[str, tuple[Tensor, int]] = {}
-        self._copies: dict[str, Tensor] = {}
-        self._names: list[str] = []
-        self._sample: list[str] = []  # of these, the smallest
-
-    def note(self, params: Mapping[str, Tensor]) -> None:
-        """After a batch."""
-        grads = {k: p.grad for k, p in params.items() if p.grad is not None}
-        self._held = {k: (g, g._version) for k, g in grads.items()}
-        if (names := list(grads)) != self._names:
-            self._names = names
-            self._sample = sorted(names, key=lambda k: grads[k].numel())[:_SAMPLE]
-        chosen = grads if self.whole else self._sample
-        self._copies = {k: grads[k].detach().clone() for k in chosen}
-
-    def forget(self) -> None:
-        self._held, self._copies = {}, {}
-
-    def compare(self, grads: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """G, and a flag on the device that it is not what is thought; None: it is known."""
-        touched = any(
-            k not in self._held or self._held[k][0] is not g or self._held[k][1] != g._version
-            for k, g in grads.items()
-        )
-        some = {k: g for k, g in self._copies.items() if k in grads}
-        flags = [(g != grads[k]).any() for k, g in some.items()]
-        differ = torch.stack(flags).any() if flags else torch.zeros((), dtype=torch.bool)
-        if self.whole or touched:
-            if not bool(differ):
-                self.whole = False
-                return dict(grads), None
-            G = {k: some.get(k, g) for k, g in grads.items()}
-            if not self.whole:  # the first time: one factor for all, as the sample has it
-                c = _projection([grads[k] for k in some], list(some.values()))
-                G = {k: some[k] if k in some else g / c for k, g in grads.items()}
-                self.whole = True
-            return G, None
-        return dict(grads), differ
+    void: str
+    advice: str
 
 
-_SAMPLE = 2  # parameters, the smallest
-
-
-def _projection(g: Sequence[Tensor], G: Sequence[Tensor]) -> float:
-    """⟨g, G⟩ / ⟨G, G⟩."""
-    both = sum(float((x.double() * y.double()).sum()) for x, y in zip(g, G, strict=True))
-    size = sum(float(y.double().square().sum()) for y in G)
-    return both / size if size and both else 1.0
+_HINT = (
+    "scaled by one factor for all parameters, clipped by norm (max_norm=, scaler=) or clipped by "
+    "value"
+)
+AMBIGUOUS = Unrecognised(
+    "the gradient was scaled between backward() and step(): a constant, or clipping by norm?",
+    "Pass watch(..., max_norm=...) if gradients are clipped, scaler=... if there is a GradScaler. "
+    "Otherwise the next steps show which it is, if the factor or the norm stays the same",
+)
+LOSS_SCALE = Unrecognised(
+    "the gradient was clipped by norm and perhaps unscaled: the loss scale is not known",
+    "Pass the GradScaler to watch(..., scaler=...), or max_norm= if there is none",
+)
+DIFFERENT_FACTORS = Unrecognised(
+    "parameters' gradients were scaled by different factors between backward() and step()",
+    f"Likely causes: clipping each parameter or group on its own. Known is what is {_HINT}",
+)
+ZEROED = Unrecognised(
+    "part of the gradient was set to zero between backward() and step()",
+    "Freeze parameters (requires_grad=False), or leave them out with ignore=[...] instead",
+)
+ADDED = Unrecognised(
+    "the gradient was changed between backward() and step() by something unknown",
+    "Likely causes: a second loss whose backward() ran outside run.batch(ids), added noise, a "
+    f"hand-written all_reduce, gradient centralisation. Known is what is {_HINT}",
+)
+_ROUNDINGS = 4  # roundings of a number on its way from G to ḡ: unscaling, averaging, clipping
 
 
 class ClippingWatch:
-    """Recognises C from G and ḡ.
+    """Recognises C from G and ḡ: all numbers of both, so that nothing passes by chance.
 
-    A common factor may be a loss scale (given, or a power of two), clipping by norm (the norm of
-    ḡ is the same each time) or something else linear. ``max_norm`` settles it.
+    A common factor may be a constant (a loss scale, a division by the number of batches) or
+    clipping by norm. What tells them apart: ``max_norm`` and the scaler's scale where they are
+    given; else the factor or the norm of ḡ that stays the same from step to step; in the first
+    such step that constants are simple (1/k, a power of two, two decimal digits) and so are norms.
     """
 
     def __init__(self, max_norm: float | None) -> None:
         self.max_norm = max_norm
-        self._seen: float | None = None
+        self._last: tuple[float, list[float]] | None = None  # factor, norms of the last such step
+        self._scale = 1.0  # the last loss scale seen without clipping
+        self._plain = True  # first evidence has not been contradicted yet
 
     def recognise(
-        self, G: Sequence[Tensor], g: Sequence[Tensor], scale: float | None = None
-    ) -> Clipping:
-        """``scale``: the linear part of the factor, where it is known."""
-        GG = sum(float(x.double().square().sum()) for x in G)
-        gG = sum(float((x.double() * y.double()).sum()) for x, y in zip(g, G, strict=True))
-        gg = sum(float(x.double().square().sum()) for x in g)
-        if GG == 0 or not math.isfinite(GG + gg):
-            return Clipping(1.0)
-        c = gG / GG
-        off = max(gg - c * gG, 0.0)  # ‖ḡ − cG‖²
-        eps = max(torch.finfo(x.dtype).eps for x in G)
-        if off <= max((64 * eps) ** 2, 1e-12) * gg:
-            return self._factor(c, math.sqrt(gg), scale, eps)
-        known = 1.0 if scale is None else scale
-        bound = max(float(x.abs().max()) for x in g if x.numel())
-        ratio = [
-            torch.where(y == 0, torch.full_like(y, known), x / torch.where(y == 0, 1.0, y))
-            for x, y in zip(g, G, strict=True)
-        ]
-        return Clipping(ratio, known, bound=bound)
+        self,
+        G: Sequence[Tensor],
+        g: Sequence[Tensor],
+        scale: float | None = None,
+        others: Sequence[Tensor] = (),
+        half: bool = False,
+    ) -> Clipping | Unrecognised:
+        """``scale``: the linear part of the factor, where it is known. ``others``: gradients that
+        were clipped together with these and are not scored. ``half``: trained in float16."""
+        size, total = _norms(g), _norms(G)
+        if not math.isfinite(sum(size) + sum(total)):
+            return Clipping(1.0)  # a step that is void for another reason
+        norm, whole = math.hypot(*size), math.hypot(*total)
+        if norm == 0 or whole == 0:
+            return Clipping(1.0) if norm == whole else (ADDED if norm else ZEROED)
+        for c in (norm / whole, -norm / whole):
+            if _is_multiple(g, G, c, size):
+                norms = [norm, math.hypot(norm, *_norms(others))] if others else [norm]
+                return self._factor(c, norms, scale, _epsilon(G), half)
+        return _clamped(g, G, size, scale) or _cause(g, G)
 
-    def _factor(self, c: float, size: float, scale: float | None, eps: float) -> Clipping:
-        if scale is None:
-            power = 2.0 ** round(math.log2(c)) if c > 0 else c
-            scale = power if abs(c - power) <= 64 * eps * c else 1.0
-        if abs(c - scale) <= 64 * eps * abs(scale):
-            return Clipping(1.0 if c == 1.0 else scale, scale)
+    def _factor(
+        self, c: float, norms: list[float], scale: float | None, eps: float, half: bool
+    ) -> Clipping | Unrecognised:
+        """``norms``: of ḡ, and with the other gradients."""
+        exact = _ROUNDINGS * eps
+        if scale is None and abs(c - 1) <= exact:
+            return Clipping(1.0)
+        if scale is not None and abs(c / scale - 1) <= exact:
+            return Clipping(scale, scale)
+        known = self._scale if scale is None else scale
+        targets = [x + 1e-6 * abs(c / known) for x in norms]  # clip_grad_norm_: ‖G‖ + 1e-6
+        kind = self._kind(c, targets, known, eps)
+        before, self._last = self._last, (c, targets)
+        self._plain = self._plain and (kind is not None or before is None)
+        if kind == "constant":
+            if scale is None and _power_of_two(c, exact):
+                self._scale = c
+            return Clipping(c, c)
+        if kind != "norm":
+            return AMBIGUOUS
+        # A factor below 1/500 is more likely a loss scale than a clip.
+        unsure = scale is None and self._scale == 1.0 and c < 1 / 500
+        if unsure and (half or self.max_norm is None):
+            return LOSS_SCALE
+        return Clipping(c, known, norm=norms[0])
+
+    def _kind(self, c: float, targets: list[float], scale: float, eps: float) -> str | None:
+        """ "constant" or "norm"; None where that cannot be told."""
+        close = max(1e-4, 2 * eps)  # norms: c is rounded as gradients are
         clipped = 0 < c < scale
-        known = self.max_norm if self.max_norm is not None else self._seen
-        self._seen = size
-        # A factor below 1/500 is more likely a loss scale than a clip: it counts as fixed.
-        if clipped and c > 0.002 * scale and known is not None and abs(size / known - 1) <= 1e-3:
-            return Clipping(c, scale, norm=known)
-        return Clipping(c, c)
+        if self.max_norm is not None:
+            if clipped and any(abs(x / self.max_norm - 1) <= close for x in targets):
+                return "norm"
+            return "constant" if _simple(c, eps) or self._same_factor(c, targets, eps) else None
+        if self._same_factor(c, targets, eps):
+            return "constant"
+        if self._last is not None and abs(c / self._last[0] - 1) > 4 * close:
+            pairs = zip(targets, self._last[1], strict=False)
+            if clipped and any(abs(x / y - 1) <= close for x, y in pairs):
+                return "norm"
+        if not self._plain:
+            return None
+        constant = _simple(c, eps)
+        norm = clipped and eps < 1e-4 and any(_decimal(x, 2e-5) for x in targets)
+        if constant == norm:
+            return None
+        return "constant" if constant else "norm"
+
+    def _same_factor(self, c: float, targets: list[float], eps: float) -> bool:
+        """The factor of the last such step, while the norm was another?"""
+        if self._last is None:
+            return False
+        same = abs(c / self._last[0] - 1) <= _ROUNDINGS * eps
+        return same and abs(targets[0] / self._last[1][0] - 1) > 4 * max(1e-4, 2 * eps)
+
+
+def _simple(c: float, eps: float) -> bool:
+    """1/k for an integer, a power of two, or a decimal of two digits? In half precision too many
+    numbers are."""
+    if eps > 1e-4:
+        return False
+    exact = _ROUNDINGS * eps
+    inverse = abs(1 / c)
+    whole = inverse < 2**15 and abs(inverse - round(inverse)) <= exact * inverse
+    return whole or _power_of_two(c, exact) or _decimal(c, exact)
+
+
+def _power_of_two(c: float, exact: float) -> bool:
+    return abs(abs(c) / 2.0 ** round(math.log2(abs(c))) - 1) <= exact
+
+
+def _decimal(x: float, within: float) -> bool:
+    """Is it a number of at most two decimal digits, such as 0.5 or 25?"""
+    return abs(x / float(f"{x:.1e}") - 1) <= within
+
+
+def _epsilon(tensors: Sequence[Tensor]) -> float:
+    """Of the coarsest; norms of float64 numbers are not summed to its last digits."""
+    return max(max(torch.finfo(t.dtype).eps, 1e-12) for t in tensors)
+
+
+def _norms(tensors: Sequence[Tensor]) -> list[float]:
+    """The norm of each, in double precision; one transfer from a device."""
+    if not tensors:
+        return []
+    real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    found = torch._foreach_norm(real, 2, dtype=torch.float64)
+    return torch.stack([x.to(found[0].device) for x in found]).tolist()
+
+
+_PIECE = 2**25  # numbers for which temporaries are made at a time
+
+
+def _pieces(
+    g: Sequence[Tensor], G: Sequence[Tensor]
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Both lists, some parameters at a time."""
+    held, some = 0, ([], [])  # type: tuple[int, tuple[list[Tensor], list[Tensor]]]
+    for x, y in zip(g, G, strict=True):
+        if held and held + x.numel() > _PIECE:
+            yield some
+            held, some = 0, ([], [])
+        some[0].append(x)
+        some[1].append(y.to(x.dtype))
+        held += x.numel()
+    yield some
+
+
+def _all_within(g: Sequence[Tensor], expected: Sequence[Tensor], size: Sequence[float]) -> bool:
+    """Is each parameter what is expected of it, up to rounding? A number that is otherwise counts
+    by its size in the norm of its parameter."""
+    off = _norms(torch._foreach_sub(list(g), list(expected)))
+    tiny = [torch.finfo(t.dtype).smallest_normal * math.sqrt(t.numel()) for t in g]
+    return all(
+        x <= _ROUNDINGS * _epsilon([t]) * (s + least)
+        for x, s, t, least in zip(off, size, g, tiny, strict=True)
+    )
+
+
+def _is_multiple(g: Sequence[Tensor], G: Sequence[Tensor], c: float, size: list[float]) -> bool:
+    return _is(g, G, size, lambda own: list(torch._foreach_mul(own, c)))
+
+
+def _is(
+    g: Sequence[Tensor], G: Sequence[Tensor], size: list[float],
+    function: Callable[[list[Tensor]], list[Tensor]],
+) -> bool:  # fmt: skip
+    """ḡ = function(G), everywhere?"""
+    at = 0
+    for some, own in _pieces(g, G):
+        part, at = size[at : at + len(some)], at + len(some)
+        if not _all_within(some, function(own), part):
+            return False
+    return True
+
+
+def _clamped(
+    g: Sequence[Tensor], G: Sequence[Tensor], size: list[float], scale: float | None
+) -> Clipping | None:
+    """ḡ = clamp(sG, −b, b), b the largest |ḡ|: is it so everywhere?"""
+    largest = torch._foreach_norm(list(g), math.inf)
+    bound = max(torch.stack([x.double().to(largest[0].device) for x in largest]).tolist())
+    eps = _epsilon(G)
+    exact = _ROUNDINGS * eps
+    sums = torch.zeros(2, dtype=torch.float64, device=g[0].device)
+    for x, y in zip(g, G, strict=True):  # s, from the numbers below the bound
+        below = (x.abs() < bound * (1 - 2 * eps)) * y
+        sums += torch.stack([(x * below).double().sum(), (y * below).double().sum()]).to(sums)
+    both, own = sums.tolist()
+    s = both / own if own else (1.0 if scale is None else scale)
+    if scale is not None and abs(s / scale - 1) <= exact:
+        s = scale
+    elif abs(s - 1) <= exact:
+        s = 1.0
+    elif s <= 0 or scale is not None or not _simple(s, eps):
+        return None
+
+    def clamp(own: list[Tensor]) -> list[Tensor]:
+        return [(y * s).clamp(-bound, bound) for y in own]
+
+    if not _is(g, G, size, clamp):
+        return None
+    ratio = [
+        torch.where(y == 0, torch.full_like(x, s), x / torch.where(y == 0, 1.0, y))
+        for x, y in zip(g, G, strict=True)
+    ]
+    return Clipping(ratio, s, bound=bound)
+
+
+def _cause(g: Sequence[Tensor], G: Sequence[Tensor]) -> Unrecognised:
+    """The likely cause of a change that is no scaling and no clipping."""
+    size, total = _norms(g), _norms(G)
+    each = [
+        _is_multiple([x], [y], s / t, [s]) if t else s == 0
+        for x, y, s, t in zip(g, G, size, total, strict=True)
+    ]
+    zeroed = [
+        bool(((x == 0) | ((x - y).abs() <= 8 * torch.finfo(x.dtype).eps * y.abs())).all())
+        for x, y in zip(g, G, strict=True)
+    ]
+    if all(zeroed):
+        return ZEROED
+    return DIFFERENT_FACTORS if all(each) else ADDED

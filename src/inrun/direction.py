@@ -157,6 +157,13 @@ class Path:
             return None
         return self._static.like([m.p for m in self.moved], x)
 
+    def point(self, x: float) -> list[Tensor]:
+        """The weights at a point of the path."""
+        if x not in self._points:
+            with torch.no_grad():
+                self._points[x] = self._at(x)
+        return self._points[x]
+
     @contextmanager
     def weights(self, x: float | None) -> Iterator[None]:
         """The model with the weights of a point of the path; then its own, the very same memory.
@@ -168,10 +175,7 @@ class Path:
             return
         own = [m.p.data for m in self.moved]
         try:
-            if x not in self._points:
-                with torch.no_grad():
-                    self._points[x] = self._at(x)
-            for m, w in zip(self.moved, self._points[x], strict=True):
+            for m, w in zip(self.moved, self.point(x), strict=True):
                 m.p.data = w
             yield
         finally:

@@ -15,7 +15,8 @@ A tensor is one of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.utils._pytree import tree_flatten
 from inrun import pairs
 from inrun.anchors import Claims, Entries
 from inrun.arguments import flatten
-from inrun.errors import random_parameter, transformed, unseen_function
+from inrun.errors import BatchError, random_parameter, transformed, unseen_function
 from inrun.follow import follow
 from inrun.indexing import written
 from inrun.inputs import CONSTANT, OUTSIDE, PAIRS, Inputs
@@ -60,6 +61,9 @@ class Provenance(Inputs):
         self.modules, self.batch_dim = modules, batch_dim
         self.live: MicroBatch | None = None
         self._planning = False
+        self.on_empty: Callable[[BatchError], None] = _refuse  # a batch without a gradient
+        self.held: Collection[int] = ()  # ids of the parameters that the optimizer trains
+        self.outsiders: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._layouts: dict[Any, Layout] = {}
         self.claims, self.entries = Claims(), Entries(self, modules[0])
         self.watch(params)
@@ -102,7 +106,11 @@ class Provenance(Inputs):
     def _classify(self, t: Tensor) -> Any:
         """A tensor that no call was seen to make."""
         assert self.live is not None
-        if self.owns(t) or isinstance(t, nn.Parameter):  # another model's (a teacher) are no data
+        if self.owns(t):
+            return CONSTANT
+        if isinstance(t, nn.Parameter) or id(t) in self.held:  # of a teacher, a criterion: no data
+            if t.requires_grad:
+                self.outsiders[id(t)] = t
             return CONSTANT
         if self._by_storage is not None and in_backward():
             known = self._by_storage.get(storage_key(t))
@@ -349,6 +357,10 @@ class Provenance(Inputs):
                 self._set(t, Node.derived(func, nodes, spec, index, name, t.device.type))
             else:  # what is in this memory is a parameter still
                 self._info[t] = CONSTANT
+
+
+def _refuse(error: BatchError) -> None:
+    raise error
 
 
 def _is_random(args: Any, kwargs: Any) -> bool:

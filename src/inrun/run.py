@@ -22,10 +22,12 @@ from torch.optim import Optimizer
 
 from inrun.bookkeeping import (
     Config,
+    EmptyBatches,
+    Unscored,
     as_ids,
     coverage_table,
     describe,
-    free_memory,
+    held_by,
     modules_of,
     scored_parameters,
     trainable,
@@ -36,8 +38,9 @@ from inrun.direction import Estimator
 from inrun.errors import BatchError
 from inrun.ledger import Ledger, LedgerError, MemoryLedger, StepRecord, Tables
 from inrun.logging import Summary
+from inrun.memory_limit import MemoryLimit
 from inrun.repeat import Recording
-from inrun.score import Pending, Score
+from inrun.score import Begun, Pending, Score
 from inrun.scoring import Scorer
 from inrun.tap import MicroBatch
 from inrun.validation import Validator
@@ -76,15 +79,18 @@ class Run(Summary, Tables):
         self._scorer = Scorer(
             model, optimizer, self.params, self.estimators, validator, max_norm, scaler
         )
-        self._limit, self._held = memory_limit, 0
+        self._memory = MemoryLimit(memory_limit, offload)
         self._capture = Capture(
             model, self.params, batch_dim=config.batch_dim, form=config.form,
             fast=config.training == "fast", directions=len(self.targets) * len(self.estimators),
-            offload=offload, check_memory=self._account, on_first_gradient=self._drop_skipped,
+            offload=offload, check_memory=self._account, on_first_gradient=self._first_gradient,
         )  # fmt: skip
         self._pending: list[tuple[np.ndarray, MicroBatch | None]] = []
         self._unsettled: deque[tuple[StepRecord, Pending]] = deque()
         self._recording = threading.RLock()  # tables may be asked for in another thread
+        self._taking: tuple[StepRecord, Score | Begun] | None = None  # inside optimizer.step()
+        self._empty, self._unscored = EmptyBatches(), Unscored()
+        self._capture.on_empty, self._capture.held = self._empty.ended, held_by(optimizer)
         self._id_type: type | None = None
         self._check: Check | None = None
         if model in _WATCHED or optimizer in _WATCHED:
@@ -94,10 +100,9 @@ class Run(Summary, Tables):
             )
         _WATCHED[model] = _WATCHED[optimizer] = None
         self._depth = 0  # an optimizer whose step() calls its base class's runs the hooks twice
-        self._hooks: list[Any] = [
-            optimizer.register_step_pre_hook(self._on_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
+        before, after = _eager(self._on_step), _eager(self._after_step)
+        self._hooks: list[Any] = [optimizer.register_step_pre_hook(before)]
+        self._hooks.append(optimizer.register_step_post_hook(after))
 
     # The training loop's side
 
@@ -114,23 +119,33 @@ class Run(Summary, Tables):
             raise BatchError("run.batch inside run.batch: one batch at a time")
         array, self._id_type = as_ids(ids, self._id_type)
         self._depth = 0  # a step that failed left it raised
+        self._give_up_step()
         self._rescan()
         if not self._chosen():
             self._drop_skipped()
             yield
             self._pending.append((array, None))
+            self._scorer.accumulated.note(self.params, scored=False)
             return
-        held = self._held
+        held = self._memory.held
+        self._empty.begun(self.params)
         try:
             with self._recorded(), self._capture.batch(len(array)) as micro:
                 yield
         except BaseException:
-            self._held = held
+            self._memory.held = held
             raise
         if not self._hooks:  # closed inside the block
             return
+        if not micro.fired:
+            if self._check is not None:
+                self._check.recordings.pop()
+            return
         self._pending.append((array, micro))
-        self._scorer.accumulated.note(self.params)
+        self._scorer.accumulated.note(self.params, audit=self._audited())
+        outsiders = list(self._capture.outsiders.values())
+        if self._unscored.look(self._left_out, outsiders, self.optimizer) and self._described:
+            self._store.update_info(**describe(self.model, self.optimizer, self.coverage()))
 
     def _recorded(self) -> AbstractContextManager[None]:
         """An armed check repeats the model's calls later."""
@@ -161,6 +176,7 @@ class Run(Summary, Tables):
             self._hooks = []
             _WATCHED.pop(self.model, None)
             _WATCHED.pop(self.optimizer, None)
+            self._give_up_step()
             self._settle()
             self._forget()
             self._capture.close()
@@ -179,7 +195,8 @@ class Run(Summary, Tables):
 
     def coverage(self) -> pd.DataFrame:
         """One row per parameter: is it scored, through which operations, in which form."""
-        return coverage_table(self.params, self._left_out, self._capture.keeper.coverage)
+        others = self._left_out | self._unscored.outside
+        return coverage_table(self.params, others, self._capture.keeper.coverage)
 
     def state_dict(self) -> dict[str, Any]:
         """For the user's checkpoint: where the run stands. Everything recorded is safe first.
@@ -206,6 +223,7 @@ class Run(Summary, Tables):
         self._ledger.load_state_dict(state["ledger"])  # refuses what is another run's
         self._ledger.truncate(state["step"])
         self._forget()
+        self._taking = None
         self.step, self.unwatched = state["step"], state["unwatched"]
         self._next_audit = state["next_audit"]
         self._validator.load_state_dict(state["validation"])
@@ -218,12 +236,14 @@ class Run(Summary, Tables):
         self._depth += 1
         if self._depth > 1:
             return None
+        self._give_up_step()
         changed: tuple[Any, Any] | None = None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
             changed = ((args[0], lambda: result), {})
+            self._depth = 1  # a batch in the closure took it for the rest of a failed step
         if self._capture.live is not None:
             raise BatchError("optimizer.step() inside run.batch: step after the with block")
         found_inf = getattr(optimizer, "found_inf", None)
@@ -239,7 +259,24 @@ class Run(Summary, Tables):
         return changed
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """After ``optimizer.step()``: the weights are what the step made of them."""
         self._depth = max(self._depth - 1, 0)
+        if self._depth or self._taking is None:
+            return
+        record, score = self._taking
+        self._taking = None
+        done: Score | Pending
+        with torch.no_grad():
+            done = self._scorer.finish(score) if isinstance(score, Begun) else score
+        with self._recording:
+            self._settle()
+            if isinstance(done, Pending):  # its numbers arrive while the next step runs
+                self._unsettled.append((record, done))
+                return
+            self._append(record, done)
+        if done.audit is not None:
+            every = self.config.audit_every
+            self._next_audit = (record.step // every + 1) * every
 
     def _record(self) -> None:
         if not self._pending:
@@ -254,24 +291,27 @@ class Run(Summary, Tables):
         ids = np.concatenate([i for i, _ in self._pending])
         micros = [m for _, m in self._pending if m is not None]
         lr = float(self.optimizer.param_groups[0]["lr"])
-        score: Score | Pending = Score()
+        score: Score | Begun = Score()
         if len(micros) == len(self._pending):
             check, self._check = self._check, None
-            every = self.config.audit_every
-            audit = every > 0 and self.step >= self._next_audit
             with self._capture.entries.validation():
-                score = self._scorer.score(self.step, micros, ids, audit, check)
+                score = self._scorer.begin(self.step, micros, ids, self._audited(), check)
             self._capture.refuse_unproven(micros)
         self._begin()
         record = StepRecord(self.step, ids, None, lr, float(self.config.every))
-        with self._recording:
-            self._settle()
-            if isinstance(score, Pending):  # its numbers arrive while the next step runs
-                self._unsettled.append((record, score))
-                return
-            self._append(record, score)
-        if score.audit is not None:
-            self._next_audit = (self.step // self.config.audit_every + 1) * self.config.audit_every
+        self._taking = record, score
+
+    def _give_up_step(self) -> None:
+        """A step that began and never ended (it raised) is void."""
+        if self._taking is not None:
+            record, _ = self._taking
+            self._taking = None
+            with self._recording:
+                self._settle()
+                self._append(record, Score(void="optimizer.step() did not finish"))
+
+    def _audited(self) -> bool:
+        return self.config.audit_every > 0 and self.step >= self._next_audit
 
     def _settle(self) -> None:
         """Write down the steps whose numbers were on their way."""
@@ -281,6 +321,7 @@ class Run(Summary, Tables):
                 self._append(record, pending.settle())
 
     def _append(self, record: StepRecord, score: Score) -> None:
+        self._scorer.settled(score)
         done = replace(
             record, values=score.values, void=score.void, audit=score.audit, missed=score.missed
         )
@@ -325,13 +366,17 @@ class Run(Summary, Tables):
             self.params, self._left_out = found
             self._scorer.params = self.params
             self._capture.watch(self.params)
+            self._capture.held = held_by(self.optimizer)
 
     def _drop_skipped(self) -> None:
         """Captures of a step that never came (GradScaler skipped it): gradients are gone."""
-        if not self._pending:
-            return
-        if not any(bool(p.grad.any()) for p in self.params.values() if p.grad is not None):
+        if self._pending and self._scorer.accumulated.thrown_away(self.params):
             self._forget()
+
+    def _first_gradient(self) -> None:
+        """In a batch, before anything is added to .grad."""
+        self._drop_skipped()
+        self._scorer.accumulated.begin(self.params, first=not self._pending)
 
     def _forget(self) -> None:
         for _, micro in self._pending:
@@ -339,21 +384,17 @@ class Run(Summary, Tables):
                 micro.records.clear()  # whoever keeps the loss keeps the graph, and that the micro
         if self._check is not None:
             self._check.recordings.clear()
-        self._pending, self._held = [], 0
+        self._pending, self._memory.held = [], 0
         self._capture.blocks.over()
         self._scorer.accumulated.forget()
 
     def _account(self, new: int) -> None:
-        if self._limit is None:
-            self._limit = free_memory(
-                next(iter(self.params.values())).device, self._capture.keeper.offload
-            )
-        self._held += new
-        if self._held > self._limit:
-            raise MemoryError(
-                "what inrun must keep until optimizer.step() takes more than "
-                f"{self._limit / 2**30:.2f} GiB already (after {len(self._pending)} earlier "
-                "batches of this step). Use smaller or fewer micro-batches per step, "
-                "watch(..., offload=True) to keep it in host memory, ignore=[...] for the largest "
-                "layers, or raise memory_limit."
-            )
+        device = next(iter(self.params.values())).device
+        self._memory.add(new, device, len(self._pending))
+
+
+def _eager(hook: Any) -> Any:
+    """A hook that stays as it is where ``optimizer.step`` is compiled: it measures, and there is
+    nothing in it to compile."""
+    why = "inrun scores the step here: compile optimizer.step without fullgraph=True"
+    return torch.compiler.disable(hook, reason=why)

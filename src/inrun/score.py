@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from inrun.ledger import Audit
+from inrun.taken import Prediction
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,19 @@ class Score:
     void: str | None = None
     audit: Audit | None = None
     missed: float = 0.0  # part of the update that the secant could not carry (Muon's first steps)
+
+
+@dataclass
+class Begun:
+    """A step that the optimizer is about to take: all that is known before it does."""
+
+    step: int
+    numbers: dict[str, Tensor]
+    tolerance: float  # of the sum of the values
+    prediction: Prediction
+    flags: dict[str, Tensor]  # by reason: if one is up, the step is void
+    losses: list[np.ndarray]  # audited: before the step and without the batch
+    wait: bool  # its numbers are wanted at once
 
 
 class Pending:

@@ -8,8 +8,8 @@ through clipping.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,24 +20,30 @@ from torch.optim import Optimizer
 
 from inrun.autocast import no_autocast
 from inrun.check import Check, compare, gradient_errors, per_example
-from inrun.clipping import Accumulated, Clipping, ClippingWatch
+from inrun.clipping import Clipping, ClippingWatch, Unrecognised
+from inrun.conclude import NOT_FINITE, OTHER_STEP, Conclusion
 from inrun.contraction import Direction, cancelling, components, contract
 from inrun.direction import POINTS, Estimator, Moved, Path, Static
 from inrun.errors import CaptureError
 from inrun.groups import group_values
 from inrun.ledger import Audit
+from inrun.received import BEFORE, CHANGED, FIRST, Accumulated, Received
 from inrun.repeat import verified_rows
 from inrun.rules import rule_for
-from inrun.rules.base import LinearMap, Scale
-from inrun.score import Pending, Score
+from inrun.rules.base import LinearMap, Scale, has_own_rule
+from inrun.sample import Views
+from inrun.score import Begun, Pending, Score
 from inrun.stages import stage
 from inrun.sweep import Gradients
+from inrun.taken import predict
 from inrun.tap import MicroBatch
 from inrun.validation import Validator
 
-_NOT_FINITE = "the training gradient is not finite"
-_NOT_ADDING_UP = "captured gradients do not add up to .grad"
-_CHANGED = "the gradient was changed between backward() and step() for the first time"
+_ADVICE = {
+    CHANGED: "Clipping and unscaling are recognised from the next step on",
+    BEFORE: "Call optimizer.zero_grad() before the first batch of a step, and every backward() "
+    "inside run.batch(ids)",
+}
 
 
 class Scorer:
@@ -58,122 +64,170 @@ class Scorer:
         self.estimators, self.validator, self.scaler = estimators, validator, scaler
         self.targets = [t.name for t in validator.targets]
         self.accumulated = Accumulated()
+        self.conclusion = Conclusion(self.targets)
         self._clipping = ClippingWatch(max_norm)
         self._static = Static()
-        self._verified = False
         self._candidates: set[str] = set()  # vectors that may cancel
         self._looked_at: Any = None
+        self._views = Views()  # of weights and optimizer state
+        self._compared = 0  # steps whose weights were compared on all coordinates
 
     def close(self) -> None:
         self._static = Static()
+        self._views.forget()
+        self.accumulated.close()
 
-    def score(
+    def begin(
         self, step: int, micros: list[MicroBatch], ids: np.ndarray, audit: bool,
         check: Check | None,
-    ) -> Score | Pending:  # fmt: skip
+    ) -> Score | Begun:  # fmt: skip
         """Values of all examples of the step that the optimizer is about to take."""
         names = [k for k, p in self.params.items() if p.grad is not None]
-        if not self._verified:
+        if not self.conclusion.verified:
             self._refuse_unseen(names, micros)
         mine = {k: self.params[k] for k in names}
         moved = self._moved()
         own = {id(m.p): i for i, m in enumerate(moved)}
         places = [own[id(p)] for p in mine.values()]
-        received = [moved[i].g for i in places]
-        finite = _finite(received)
+        g = [moved[i].g for i in places]
+        finite = _finite(g)
         if not finite.is_cuda and not bool(finite):
-            return Score(void=_NOT_FINITE)
-        G, changed = self.accumulated.compare(
-            {k: g for k, p in mine.items() if (g := p.grad) is not None}
+            return Score(void=NOT_FINITE)
+        found = self.accumulated.compare(
+            {k: x for k, p in mine.items() if (x := p.grad) is not None}
         )
-        fixed = self._recognise(G, received, changed)
-        clipping, aligned = self._spread(fixed, G, micros)
-
-        path = Path(moved, self._static)
-        self.validator.autocast = micros[-1].autocast
-        self.validator.draw()
-        values = received[0].new_zeros(
-            (len(self.estimators), len(self.targets), len(ids)), dtype=torch.float64
+        fixed = self._arrived(step, found, g, micros)
+        if isinstance(fixed, Score):
+            return fixed
+        path, G = Path(moved, self._static), found.G
+        numbers = self._numbers(len(ids), g[0])
+        numbers["finite"] = finite
+        numbers["missed"] = _missed([moved[i] for i in places], numbers["values"])
+        whole = audit or self._compared < FIRST
+        tolerance = _tolerance(G.values(), any(_is_half(m) for m in micros))
+        prediction, measured = (
+            predict(moved, path, None if whole else self._views),
+            list[np.ndarray](),
         )
-        expected, losses = values.new_zeros(values.shape[:2]), values.new_zeros(values.shape[1])
         maps = self._maps(path, places, G, self._cancelling(G, micros, audit))
-        measured, parts = None, components(names, micros) if len(self.targets) > 1 else []
-        with self.validator.evaluating():
-            for group in self.validator.groups(mine, audit):
-                at = self._gradients(group, path, mine)
-                qs = slice(group[0], group[-1] + 1)
-                losses[qs] = sum(g.loss for g in at.values())
-                if not losses.is_cuda and not bool(losses.isfinite().all()):
-                    return Score(void=self._loss_not_finite(losses.numpy()))
-                with stage("contraction"), no_autocast(losses.device.type):
-                    for point, which in self._by_point().items():
-                        kinds = [self.estimators[e].kind for e in which]
-                        carries = [clipping if k == "secant" else fixed for k in kinds]
-                        through = [(maps[e], c) for e, c in zip(which, carries, strict=True)]
-                        points = [at[x] for x in POINTS[point]]
-                        found = group_values(points, through, G, micros, parts, len(group))
-                        for e, carry, (inner, sums) in zip(which, carries, found, strict=True):
-                            values[e, qs] = carry.apply(inner, sums, aligned)
-                            expected[e, qs] = sums * carry.common
+        with self._validating(micros):
+            clipping = self._values(numbers, path, mine, maps, fixed, G, micros, audit)
+            losses = numbers["losses"]
+            if not losses.is_cuda and not bool(losses.isfinite().all()):
+                return self.conclusion.loss_not_finite(losses.numpy())
+            if not self.conclusion.verified:
+                self._refuse(step, tolerance, numbers, G, micros)
             if check is not None:
-                self._compare(check, step, ids, values[0], micros, G, clipping)
+                self._compare(check, step, ids, numbers["values"][0], micros, G, clipping)
             if audit:
-                measured = self._audit(path)
-        numbers = {"values": values, "expected": expected, "losses": losses, "finite": finite,
-                   "missed": _missed([moved[i] for i in places], values)}  # fmt: skip
-        numbers["changed"] = values.new_zeros(()) if changed is None else changed
-        half = any(m.autocast is not None and m.autocast[1] for m in micros)
-        conclude = partial(self._conclude, step, measured, _tolerance(G.values(), half))
-        pending = Pending(numbers, conclude)
-        if values.is_cuda and self._verified and check is None and not audit:
+                for point in (None, 0.0):
+                    with path.weights(point):
+                        measured.append(np.array(self.validator.losses()))
+        wait = not losses.is_cuda or whole or check is not None
+        return Begun(step, numbers, tolerance, prediction, found.flags, measured, wait)
+
+    def finish(self, begun: Begun) -> Score | Pending:
+        """The optimizer has taken the step."""
+        audit = None
+        if begun.losses:  # U(B) at the weights that are really there
+            with self.validator.evaluating():
+                losses = [*begun.losses, np.array(self.validator.losses())]
+            audit = Audit(*losses) if np.isfinite(losses).all() else None
+        like = begun.numbers["values"]
+        flags = [*begun.flags.values(), begun.prediction.off()]
+        begun.numbers["flags"] = torch.stack([f.to(like) for f in flags])
+        advice = {k: _ADVICE[k] for k in begun.flags}
+        advice[OTHER_STEP] = self._why_other(begun)
+        conclude = partial(self.conclusion.of, begun.step, audit, begun.tolerance, advice)
+        pending = Pending(begun.numbers, conclude)
+        if not begun.wait:
             return pending
         score = pending.settle()
-        if score.void == _NOT_ADDING_UP and not self._verified:
-            self._refuse(G, micros, _tolerance(G.values(), half))
+        if begun.prediction.views is None and score.void is None:
+            self._compared += 1
         return score
 
-    def _conclude(
-        self, step: int, audit: Audit | None, tolerance: float, *, values: np.ndarray,
-        expected: np.ndarray, losses: np.ndarray, finite: np.ndarray, missed: np.ndarray,
-        changed: np.ndarray,
-    ) -> Score:  # fmt: skip
-        """The numbers of a step are here: are they good?"""
-        if not finite:
-            return Score(void=_NOT_FINITE)
-        if not np.isfinite(losses).all():
-            return Score(void=self._loss_not_finite(losses))
-        if changed:
-            self.accumulated.whole = True
-            warnings.warn(f"step {step}: {_CHANGED}; the step is recorded as void.", stacklevel=8)
-            return Score(void=_CHANGED)
-        for q, target in enumerate(self.targets):
-            if not np.isfinite(values[:, q]).all():
-                return Score(void=f"the values for '{target}' are not finite")
-        sums, size = values.sum(2), np.abs(values).sum(2) + np.abs(expected)
-        off = np.abs(sums - expected) > tolerance * size
-        if not off.any():
-            self._verified = True
-            return Score(values, None, audit, float(missed))
-        worst = np.unravel_index(np.argmax(np.abs(sums - expected) / (size + 1e-300)), off.shape)
-        self._message = (
-            f"step {step}: the captured per-example gradients do not add up to .grad "
-            f"(⟨u, Σg_i⟩ = {sums[worst]:.6g}, ⟨u, G⟩ = {expected[worst]:.6g}). Possible causes: "
-            "gradients from outside run.batch(ids); clipping, unscaling or torch.autograd.grad "
-            "inside it; a hook that changes a parameter's gradient; a custom autograd function"
-        )
-        if self._verified:
-            warnings.warn(self._message + "; the step is recorded as void.", stacklevel=8)
-        return Score(void=_NOT_ADDING_UP)
+    def settled(self, score: Score) -> None:
+        """The numbers of a step have arrived: after a mismatch look closer again."""
+        if score.void == CHANGED:
+            self.accumulated.suspect()
+        if score.void == OTHER_STEP:
+            self._compared = 0
 
-    def _refuse(self, G: Mapping[str, Tensor], micros: list[MicroBatch], tolerance: float) -> None:
+    def _numbers(self, B: int, like: Tensor) -> dict[str, Tensor]:
+        """Room for the values [E, Q, B], their sums as they should be and the losses."""
+        values = like.new_zeros((len(self.estimators), len(self.targets), B), dtype=torch.float64)
+        expected, losses = values.new_zeros(values.shape[:2]), values.new_zeros(values.shape[1])
+        return {"values": values, "expected": expected, "losses": losses}
+
+    @contextmanager
+    def _validating(self, micros: list[MicroBatch]) -> Iterator[None]:
+        """Around the passes of a step, on the targets' next batches."""
+        self.validator.autocast = micros[-1].autocast
+        self.validator.draw()
+        with self.validator.evaluating():
+            yield
+
+    def _values(
+        self, numbers: dict[str, Tensor], path: Path, mine: Mapping[str, Tensor],
+        maps: list[dict[str, LinearMap]], fixed: Clipping, G: Mapping[str, Tensor],
+        micros: list[MicroBatch], audit: bool,
+    ) -> Clipping:  # fmt: skip
+        """Fills in the values, target group by target group; how single examples are clipped."""
+        values, losses = numbers["values"], numbers["losses"]
+        clipping, aligned = self._spread(fixed, G, micros)
+        parts = components(list(G), micros) if len(self.targets) > 1 else []
+        for group in self.validator.groups(mine, audit):
+            at = self._gradients(group, path, mine)
+            qs = slice(group[0], group[-1] + 1)
+            losses[qs] = sum(g.loss for g in at.values())
+            if not losses.is_cuda and not bool(losses[qs].isfinite().all()):
+                break
+            with stage("contraction"), no_autocast(losses.device.type):
+                for point, which in self._by_point().items():
+                    kinds = [self.estimators[e].kind for e in which]
+                    carries = [clipping if k == "secant" else fixed for k in kinds]
+                    through = [(maps[e], c) for e, c in zip(which, carries, strict=True)]
+                    points = [at[x] for x in POINTS[point]]
+                    found = group_values(points, through, G, micros, parts, len(group))
+                    for e, carry, (inner, sums) in zip(which, carries, found, strict=True):
+                        values[e, qs] = carry.apply(inner, sums, aligned)
+                        numbers["expected"][e, qs] = sums * carry.common
+        return clipping
+
+    def _refuse(
+        self, step: int, tolerance: float, numbers: Mapping[str, Tensor], G: Mapping[str, Tensor],
+        micros: list[MicroBatch],
+    ) -> None:  # fmt: skip
+        """Before the first step with values: captured gradients that do not add up are an error."""
+        values, expected = (numbers[k].cpu().numpy() for k in ("values", "expected"))
+        if not np.isfinite(values).all() or not bool(numbers["finite"]):
+            return
+        if self.conclusion.add_up(step, tolerance, values, expected):
+            return
         errors = gradient_errors(G, per_example(self.params, micros))
         off = [k for k, e in errors.items() if e > tolerance]
         where = f". Parameters concerned: {', '.join(off[:5]) or 'unknown'}."
-        raise CaptureError(self._message + where)
+        raise CaptureError(self.conclusion.message + where)
 
-    def _loss_not_finite(self, losses: np.ndarray) -> str:
-        target = self.targets[int(np.argmin(np.isfinite(losses)))]
-        return f"the validation loss of '{target}' is not finite"
+    def _why_other(self, begun: Begun) -> str:
+        """The likely cause of a step that was not the rule's."""
+        cls = type(self.optimizer)
+        if begun.prediction.other_gradients():
+            return (
+                "Gradients were changed after they were scored, inside optimizer.step(): by a step "
+                "pre-hook that was registered after inrun.watch, or by the step itself. Register "
+                "the hook before inrun.watch"
+            )
+        if not has_own_rule(cls):
+            return (
+                f"{cls.__module__}.{cls.__qualname__} uses the rule of its base class, but its "
+                "update is another: give it one with @inrun.register_optimizer (docs/optimizers.md)"
+            )
+        return (
+            "Likely causes: a hook or a wrapper of the optimizer that changes weights, options or "
+            "the update during step()"
+        )
 
     def _cancelling(
         self, G: Mapping[str, Tensor], micros: list[MicroBatch], audit: bool
@@ -183,7 +237,7 @@ class Scorer:
         if not self.rule.adaptive:
             return {}
         state = tuple(G), tuple(m.training for m in self.validator.modules)
-        if audit or not self._verified or state != self._looked_at:
+        if audit or not self.conclusion.verified or state != self._looked_at:
             flags = cancelling(G, micros)
             self._candidates = {k for k, x in flags.items() if bool(x)}
             self._looked_at = state
@@ -236,19 +290,35 @@ class Scorer:
             if p.grad is not None
         ]  # fmt: skip
 
-    def _recognise(
-        self, G: Mapping[str, Tensor], received: list[Tensor], changed: Tensor | None
-    ) -> Clipping:
+    def _arrived(
+        self, step: int, found: Received, g: list[Tensor], micros: list[MicroBatch]
+    ) -> Clipping | Score:
+        """C, or a void step where the gradient is not a known function of the batches'."""
+        for reason, flag in found.flags.items():
+            if flag.device.type == "cpu" and bool(flag):
+                return self.conclusion.void(step, reason, _ADVICE[reason])
         fused = getattr(self.optimizer, "grad_scale", None)
-        same = all(g is self.params[k].grad for k, g in G.items())
-        if fused is None and (changed is not None or same):
+        if fused is None and not found.changed:
             return Clipping(1.0)
         scale = None
         if fused is not None:
             scale = 1.0 / float(fused)
         elif self.scaler is not None:
             scale = 1.0 / self.scaler.get_scale()
-        return self._clipping.recognise(list(G.values()), received, scale)
+        half = any(
+            m.autocast is not None and m.autocast[1:3] == (True, torch.float16) for m in micros
+        )
+        C = self._clipping.recognise(list(found.G.values()), g, scale, self._others(), half)
+        if isinstance(C, Unrecognised):
+            return self.conclusion.void(step, C.void, C.advice)
+        return C
+
+    def _others(self) -> list[Tensor]:
+        """Gradients that are not scored but may have been clipped together with the others."""
+        own = {id(p) for p in self.params.values()}
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        every = {id(p): p for p in (*self.model.parameters(), *held)}
+        return [p.grad for i, p in every.items() if i not in own and p.grad is not None]
 
     def _spread(
         self, fixed: Clipping, G: Mapping[str, Tensor], micros: list[MicroBatch]
@@ -278,16 +348,6 @@ class Scorer:
             lambda: float(np.mean(self.validator.losses())), clipping.function(),
         )  # fmt: skip
 
-    def _audit(self, path: Path) -> Audit | None:
-        """The losses before, without and with the batch; None where one is not finite."""
-        measured = []
-        for x in (None, 0.0, 1.0):
-            with path.weights(x):
-                measured.append(np.array(self.validator.losses()))
-        return Audit(*measured) if np.isfinite(measured).all() else None
-
-    # Do the captured gradients add up to .grad?
-
     def _refuse_unseen(self, names: list[str], micros: list[MicroBatch]) -> None:
         seen = {r for m in micros for node in m.records for r in node.roots}
         unseen = [k for k in names if k not in seen]
@@ -313,6 +373,10 @@ def _unless(still: Tensor, f: LinearMap) -> LinearMap:
     if isinstance(f, Scale):
         return Scale(f.K.masked_fill(still, 0.0))
     return lambda v: f(v).masked_fill(still, 0.0)
+
+
+def _is_half(micro: MicroBatch) -> bool:
+    return micro.autocast is not None and micro.autocast[1]
 
 
 def _tolerance(G: Iterable[Tensor], half: bool) -> float:

@@ -77,8 +77,8 @@ def watch(
             over rows); chosen by itself when a GPU runs out of memory.
         offload: keep what is captured in host memory until the step.
         memory_limit: bytes the captures of one step may take; by default what is free.
-        max_norm: the norm gradients are clipped to, if they are; otherwise it is recognised from
-            the second clipped step on.
+        max_norm: the norm gradients are clipped to, if they are; otherwise it is recognised, at
+            the latest from the second clipped step on (docs/method.md).
         scaler: the ``GradScaler``, needed only if gradients are also clipped by norm.
         seed: of the validation order of shuffling loaders and of ``every``.
 

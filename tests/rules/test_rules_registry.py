@@ -108,7 +108,7 @@ def test_unknown_optimizer_says_what_to_do() -> None:
     with pytest.raises(TypeError) as error:
         rule_for(Lion([parameter()]))
     message = str(error.value)
-    assert "no rule for the optimizer Lion" in message
+    assert "no rule for the optimizer test_rules_registry.Lion" in message
     assert "@inrun.register_optimizer(Lion)" in message
     assert "AdamW" in message
 
@@ -141,3 +141,14 @@ def test_every_optimizer_of_torch_is_decided() -> None:
         cls = getattr(optim, name)
         if isinstance(cls, type) and issubclass(cls, optim.Optimizer) and name != "Optimizer":
             assert cls in base._RULES or cls in base._REFUSED, name
+
+
+def test_another_muon_is_told_from_torchs() -> None:
+    """timm has an optimizer of the same name: the message names both and says what to do."""
+    Other = type("Muon", (optim.Optimizer,), {"__module__": "timm.optim.muon"})
+    with pytest.raises(TypeError) as error:
+        rule_for(Other([parameter()], {"lr": 1e-3}))
+    message = str(error.value)
+    assert "no rule for the optimizer timm.optim.muon.Muon" in message
+    assert "torch.optim.Muon is another class" in message
+    assert "torch.optim.AdamW" in message and "@inrun.register_optimizer(Muon)" in message

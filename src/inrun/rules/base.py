@@ -254,9 +254,25 @@ def rule_for(optimizer: Optimizer) -> Rule:
             raise TypeError(f"inrun cannot watch {name}: {_REFUSED[cls]}")
         if cls in _RULES:
             return _RULES[cls]
-    known = ", ".join(sorted(c.__name__ for c in _RULES))
+    known = ", ".join(sorted(map(_qualified, _RULES)))
+    twins = "".join(
+        f" {_qualified(c)} is another class, whose update may differ." for c in _RULES
+        if c.__name__ == name
+    )  # fmt: skip
     raise TypeError(
-        f"inrun has no rule for the optimizer {name}. Rules exist for {known}. Add one with "
-        f"@inrun.register_optimizer({name}) above a pure function (g, w, state, options) that "
-        "returns what a step subtracts from the weights (docs/optimizers.md shows Lion)."
+        f"inrun has no rule for the optimizer {_qualified(type(optimizer))}.{twins} Rules exist "
+        f"for {known}. Add one with @inrun.register_optimizer({name}), on a "
+        "pure function (g, w, state, options) that returns what a step subtracts from the weights "
+        "(docs/optimizers.md shows Lion)."
     )
+
+
+def has_own_rule(cls: type) -> bool:
+    """Is there a rule of this very class, not of a base class?"""
+    return cls in _RULES
+
+
+def _qualified(cls: type) -> str:
+    """``torch.optim.AdamW``: torch's own by the name they are imported under."""
+    module = "torch.optim" if cls.__module__.startswith("torch.optim.") else cls.__module__
+    return f"{module}.{cls.__qualname__}"
