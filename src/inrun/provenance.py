@@ -163,6 +163,8 @@ class Provenance:
     def _of_pairs(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> bool:
         """Is the output made of similarities, or are these its numbers?"""
         assert self.live is not None
+        if out.is_nested:
+            return False
         infos = [self._find(t) for t in tensors_in(args, kwargs)]
         if PAIRS not in infos:
             return pairs.made(func, args, out, self._layout, self.live.B)
