@@ -213,13 +213,14 @@ class Capture(Provenance):
             self._expect_recomputation()
         if batched and torch.is_grad_enabled():
             self._refuse_unseen(tensors, infos)
+        before = self._before(func, args) if parametric and not batched else args
         out = func(*args, **kwargs)
         if batched:
             self._note_batched(func, args, kwargs, out)
             if key is not None and not parametric and (found := Followed.of(out, self._find)):
                 self._recall.learn(key, found)
         elif parametric:
-            self._note_parametric(func, args, kwargs, out)
+            self._note_parametric(func, before, kwargs, out)
         else:
             outside = any(x is OUTSIDE for x in infos)
             for t in tensors_in(out):
