@@ -175,9 +175,12 @@ def _first_rows(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> L
 
 
 def _linear(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
-    x = args[0]
+    x, weight = args[0], kwargs.get("weight", args[1] if len(args) > 1 else None)
     layout = find(x)
-    return layout if layout is not None and layout.dim < x.ndim - 1 else None
+    if layout is None or layout.dim == x.ndim - 1:
+        return None
+    mixed = isinstance(weight, Tensor) and weight.requires_grad and find(weight) is not None
+    return None if mixed else layout  # examples with examples: each number is of two
 
 
 def _embedding(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
