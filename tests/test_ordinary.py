@@ -593,10 +593,33 @@ def test_temperatures(name, size):
     assert (run.coverage()["status"] == "scored").all() and run.steps()["void"].isna().all()
 
 
-def test_other_operations_on_similarities_are_refused():
-    model = Model(lambda m, x: m.l(x @ x.t()), l=nn.Linear(B, 2))
+@pytest.mark.parametrize(
+    "function",
+    [lambda m, x: m.l(x @ x.t()), lambda m, x: m.l(F.linear(m.a(x)[:, None], m.a(x)))],
+    ids=["matmul", "linear"],
+)
+def test_other_operations_on_similarities_are_refused(function):
+    model = Model(function, l=nn.Linear(B, 2), a=nn.Linear(D, D))
     x = torch.randn(B, D)
     run, _ = watched(model, square, x)
-    refused = pytest.raises(inrun.CaptureError, match=r"'linear'.*cannot be told apart")
+    refused = pytest.raises(inrun.CaptureError, match=r"l.weight .* 'linear'.*cannot be told apart")
     with refused, run.batch(range(B)):
         square(model, x).backward()
+
+
+def scaled_in_place(m, x):
+    scale = torch.full((D,), 2.0)
+    scale *= m.w
+    return x * scale + m.v
+
+
+def changed_after_use(m, x):
+    a = m.w * 2
+    b = a * 3
+    a.add_(b).mul_(m.v)
+    return x * a + b
+
+
+@pytest.mark.parametrize("function", [scaled_in_place, changed_after_use])
+def test_tensors_made_of_parameters_in_place(function):
+    assert_right(problem(Model(function, w=(D,), v=(D,)), torch.randn(B, T, D)))

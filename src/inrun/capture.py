@@ -224,6 +224,7 @@ class Capture(Provenance):
             self._expect_recomputation()
         if batched and torch.is_grad_enabled():
             self._refuse_unseen(tensors, infos)
+        before = self._before(func, args) if parametric and not batched else args
         out = func(*args, **kwargs)
         if batched:
             self._note_batched(func, args, kwargs, out)
@@ -231,7 +232,7 @@ class Capture(Provenance):
             if known and not (in_place(func) and known.infos != infos[:1]):
                 self._recall.learn(key, known)
         elif parametric:
-            self._note_parametric(func, args, kwargs, out)
+            self._note_parametric(func, before, kwargs, out)
         elif any(x is OUTSIDE or type(x) is Layout for x in infos):
             self._note_data(func, args, kwargs, out)
         else:

@@ -243,6 +243,8 @@ class Provenance(Inputs):
     def _of_pairs(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> bool:
         """Is the output made of similarities, or are these its numbers?"""
         assert self.live is not None
+        if out.is_nested:
+            return False
         infos = [self._find(t) for t in tensors_in(args, kwargs)]
         if PAIRS not in infos:
             return pairs.made(func, args, out, self._layout, self.live.B)
@@ -328,35 +330,43 @@ class Provenance(Inputs):
             if node.param is not None:
                 self._note_storage(node.param, node)
 
-    def _kept(self, x: Any, info: Any) -> Any:
-        """An operand of a tensor that is made of parameters, as it is now: it may be written to
-        before the parameters are scored. (What is compiled makes its tensors from the buffers of
-        the moment; see ``MicroBatch.fixed``.)"""
-        if not isinstance(x, Tensor) or self._planning:
+    def _kept(self, x: Any) -> Any:
+        """An operand of a tensor that is made of parameters: its node, or the tensor as it is now,
+        which may be written to before the parameters are scored. (What is compiled makes its
+        tensors from the buffers of the moment; see ``MicroBatch.fixed``.)"""
+        info = self._find(x) if isinstance(x, Tensor) else None
+        if type(info) is Node:
+            return info
+        if info is None or self._planning:
             return x
         if type(info) in (Layout, Lost) or info in (MIXED, PAIRS):  # asked for its type
             return shape_of(x)
         return x.detach().clone()
 
+    def _before(self, func: Any, args: Any) -> Any:
+        """The arguments of an operation on parameters as they are before it writes to the first."""
+        if not in_place(func) or not torch.is_grad_enabled() or type(self._find(args[0])) is Node:
+            return args
+        target = args[0].detach().clone()
+        self._info[target] = self._find(args[0])
+        return (target, *args[1:])
+
     def _note_parametric(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if name_of(func) in _RANDOM and out is not args[0] and _is_random(args, kwargs):
             raise random_parameter(name_of(func), self._find(args[0]).roots)
         leaves, spec = flatten(args, kwargs)
-        infos = [self._find(x) if isinstance(x, Tensor) else None for x in leaves]
-        same = [id(x) for x in leaves]
-        nodes = [
-            n if type(n) is Node else self._kept(x, n) for x, n in zip(leaves, infos, strict=True)
-        ]
-        recorded = in_place(func) and torch.is_grad_enabled()
+        same, recorded = [id(x) for x in leaves], in_place(func) and torch.is_grad_enabled()
+        made = None
         for i, t in enumerate(tree_flatten(out)[0]):
             if not isinstance(t, Tensor) or (id(t) in same and not recorded):
                 continue  # ``W.to(same type)`` is W, and so is ``W.clamp_(...)`` under no_grad
-            index = None if isinstance(out, Tensor) else i
-            if t.requires_grad:
-                name = name_of(func)
-                self._set(t, Node.derived(func, nodes, spec, index, name, t.device.type))
-            else:  # what is in this memory is a parameter still
+            if not t.requires_grad:  # what is in this memory is a parameter still
                 self._info[t] = CONSTANT
+                continue
+            made = made or [self._kept(x) for x in leaves]
+            name, index = name_of(func), None if isinstance(out, Tensor) else i
+            pure = getattr(torch, name, func) if recorded else func
+            self._set(t, Node.derived(pure, made, spec, index, name, t.device.type))
 
 
 def _refuse(error: BatchError) -> None:
