@@ -449,6 +449,7 @@ def test_models_whose_forward_returns_the_loss():
     assert run.values()["id"].iloc[0] == "row 0"
 
 
+@pytest.mark.filterwarnings("ignore:the loss inside run.batch also trains")
 def test_parameter_groups_schedulers_and_frozen_parameters():
     model = GPT()
     model.norm.requires_grad_(False)
@@ -499,6 +500,7 @@ def test_values_add_up_for_every_optimizer(name):
     assert (steps["residual"].abs() <= 0.02 * scale).iloc[5:].all(), steps
 
 
+@pytest.mark.filterwarnings("ignore:the loss inside run.batch also trains")
 def test_muon_says_what_its_secant_missed():
     """The first step ignores the gradient's size; later the path integral is complete."""
     model = GPT()

@@ -167,6 +167,7 @@ def test_audits_verify_again():
     assert run.steps()["explained"].notna().all()
 
 
+@pytest.mark.filterwarnings("ignore:the loss inside run.batch also trains")
 def test_an_optimizer_that_is_not_coordinate_wise():
     first, data, loss = language()
 
@@ -178,6 +179,7 @@ def test_an_optimizer_that_is_not_coordinate_wise():
     assert_as_apart(first, data, loss, equal(data), optimizer=muon)
 
 
+@pytest.mark.filterwarnings("ignore:the loss inside run.batch also trains")
 def test_parameters_outside_the_optimizer_and_frozen_ones():
     first, data, loss = language()
     first.norm.requires_grad_(False)
