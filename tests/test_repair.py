@@ -163,7 +163,7 @@ def test_repaired_after_damage(run, tmp_path):
 
 @pytest.mark.slow
 def test_repaired_after_much_damage(run, tmp_path):
-    assert repaired_after_damage(run, tmp_path, 200, 1) > 100
+    assert repaired_after_damage(run, tmp_path, 80, 1) > 40
 
 
 def test_a_repaired_ledger_is_continued(run, tmp_path):
