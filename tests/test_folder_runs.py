@@ -8,7 +8,13 @@ from torch import nn
 
 import inrun
 
-X, Y = torch.randn(40, 4), torch.randint(0, 3, (40,))
+X, Y = torch.zeros(40, 4), torch.zeros(40, dtype=torch.long)
+
+
+@pytest.fixture(autouse=True)
+def _data(_settings):
+    """Drawn anew for each test, in its precision, whatever the tests before it did."""
+    X.data, Y.data = torch.randn(40, 4), torch.randint(0, 3, (40,))
 
 
 def loss(model, batch):
