@@ -340,6 +340,7 @@ def test_compiled_masks_and_data_that_are_filled_anew(redrawn):
 # Copies of the model, and the model in other hands
 
 
+@pytest.mark.filterwarnings("ignore:the loss inside run.batch also trains")  # the teacher
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_the_model_is_copied_inside_the_block(reentrant):
     """For a moving average, or as its own teacher, whose widths are B."""

@@ -179,18 +179,10 @@ class EmptyBatches:
 
     def __init__(self) -> None:
         self.count = 0
-        self._params: Mapping[str, Tensor] = {}
-        self._before: list[tuple[Tensor, int]] = []
 
-    def begun(self, params: Mapping[str, Tensor]) -> None:
-        self._params, self._before = params, self._gradients(params)
-
-    def ended(self, error: BatchError) -> None:
-        now = self._gradients(self._params)
-        if len(now) != len(self._before) or any(
-            g is not old or version != before
-            for (g, version), (old, before) in zip(now, self._before, strict=True)
-        ):
+    def ended(self, error: BatchError, backward: bool) -> None:
+        """``backward``: one ran in the block."""
+        if backward:
             raise error
         self.count += 1
         if self.count == 1:
@@ -200,11 +192,6 @@ class EmptyBatches:
                 "the block. (Said once.)",
                 stacklevel=7,
             )
-
-    @staticmethod
-    def _gradients(params: Mapping[str, Tensor]) -> list[tuple[Tensor, int]]:
-        """What is in .grad, and how often it was written to."""
-        return [(g, g._version) for p in params.values() if (g := p.grad) is not None]
 
 
 def _held_names(optimizer: Optimizer) -> dict[int, str]:

@@ -5,10 +5,9 @@ what each tensor is made of (provenance.py).
 
 Where a parametric tensor meets a batched one, the output is tapped: an identity in the autograd
 graph whose backward receives δ and keeps a record per parametric operand (whole.py: for the
-commonest operations in the node of the operation itself). The model's own
-operations and their backward kernels run unchanged (``training="bitwise"``), or, where
-per-example gradients of a weight are formed anyway, its gradient is their sum
-(``training="fast"``).
+commonest operations in the node of the operation itself). The model's own operations and their
+backward kernels run unchanged (``training="bitwise"``), or, where per-example gradients of a weight
+are formed anyway, its gradient is their sum (``training="fast"``).
 """
 
 from __future__ import annotations
@@ -112,9 +111,9 @@ class Capture(Provenance):
             ):
                 yield self.live
             if not self.live.fired:
-                self.on_empty(nothing_recorded(
-                    self.live.B, self.batch_dim, [] if self.live.met else self._shapes
-                ))  # fmt: skip
+                shapes = [] if self.live.met else self._shapes
+                error = nothing_recorded(self.live.B, self.batch_dim, shapes)
+                self.on_empty(error, self.live.backward)
         finally:
             self.live = None
             self._forget_tensors()
@@ -394,6 +393,8 @@ class Capture(Provenance):
             self._note_storages()
 
     def _run_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+        assert self.live is not None
+        self.live.backward = True
         if self._by_storage is None:
             return func(*args, **kwargs)
         with self._mode:

@@ -61,7 +61,7 @@ class Provenance(Inputs):
         self.modules, self.batch_dim = modules, batch_dim
         self.live: MicroBatch | None = None
         self._planning = False
-        self.on_empty: Callable[[BatchError], None] = _refuse  # a batch without a gradient
+        self.on_empty: Callable[[BatchError, bool], None] = _refuse  # a batch without a gradient
         self.held: Collection[int] = ()  # ids of the parameters that the optimizer trains
         self.outsiders: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._layouts: dict[Any, Layout] = {}
@@ -290,14 +290,19 @@ class Provenance(Inputs):
         self._remember(target, found)
 
     def _note_in_place(self, t: Tensor, found: Any) -> None:
-        """A tensor is written to: others that share its memory now hold something else, too."""
+        """A tensor is written to: others that share its memory now hold something else, too. What
+        is the same for all examples moves none."""
         before = self._find(t)
         if found == before or isinstance(t, FakeTensor):
             return
         memory = t.untyped_storage().data_ptr()
         for other, info in list(self._info.alive()):
-            if other is not t and type(info) is not Node and _at(other) == memory:
+            if other is t or type(info) is Node or _at(other) != memory:
+                continue
+            if found is not MIXED:
                 self._info[other] = lost("an operation that writes in place")
+            elif info is CONSTANT:
+                self._info[other] = MIXED
 
     def _remember(self, t: Tensor, info: Layout | Kind) -> None:
         self._set(t, self._one(info))
@@ -369,7 +374,7 @@ class Provenance(Inputs):
             self._set(t, Node.derived(pure, made, spec, index, name, t.device.type))
 
 
-def _refuse(error: BatchError) -> None:
+def _refuse(error: BatchError, backward: bool) -> None:
     raise error
 
 

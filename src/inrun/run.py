@@ -128,7 +128,6 @@ class Run(Summary, Tables):
             self._scorer.accumulated.note(self.params, scored=False)
             return
         held = self._memory.held
-        self._empty.begun(self.params)
         try:
             with self._recorded(), self._capture.batch(len(array)) as micro:
                 yield
@@ -148,7 +147,7 @@ class Run(Summary, Tables):
             self._store.update_info(**describe(self.model, self.optimizer, self.coverage()))
 
     def _recorded(self) -> AbstractContextManager[None]:
-        """An armed check repeats the model's calls later."""
+        """For an armed check."""
         if self._check is None:
             return nullcontext()
         recording = Recording(self.model, self.config.batch_dim)
@@ -159,8 +158,9 @@ class Run(Summary, Tables):
         """Compare the next scored step with exact Shapley values of this very model.
 
         The real optimizer takes the step for every coalition of the batch (random permutations
-        above 12 examples), clipping included, and the validation loss is measured. The verdict is
-        printed; the returned object holds the numbers.
+        above 12 examples), clipping included, and the validation loss is measured. Per-example
+        gradients come from copies of the model that see one row each. The verdict is printed;
+        the returned object holds the numbers.
         """
         self._check = Check(permutations=permutations)
         return self._check

@@ -33,6 +33,7 @@ class MicroBatch:
     met: bool = False  # did a parameter meet an example?
     claims: dict[str, str] = field(default_factory=dict)  # that a parameter met, and in what
     fired: bool = False  # did a gradient arrive?
+    backward: bool = False  # did a backward pass run?
     _by_root: dict[str, list[Node]] | None = field(default=None, repr=False)
     _counted: int = 0
 
