@@ -406,7 +406,7 @@ def test_captures_that_do_not_fit():
     with pytest.raises(MemoryError, match="offload=True"):
         step(model, optimizer, run)
     optimizer.zero_grad()
-    run._limit = 2**30
+    run._memory.limit = 2**30
     step(model, optimizer, run)
     assert len(run.values()) == 8
 
