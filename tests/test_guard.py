@@ -224,6 +224,32 @@ def test_clipping_to_an_odd_norm_is_found_out_or_told():
     np.testing.assert_array_equal(run.history()["value"], expected)
 
 
+def test_clipping_in_half_precision():
+    """Optimizer rules compute in float32; what is compared has been rounded to bfloat16."""
+    half = {
+        "validation": [(V[0].bfloat16(), V[1])],
+        "loss": lambda m, b: loss(m, (b[0].bfloat16(), b[1])),
+    }
+
+    def run_of(**options):
+        model = small().bfloat16()
+        optimizer = adamw(model.parameters())
+        run = inrun.watch(model, optimizer, audit_every=0, **half, **options)
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            for step in range(4):
+                rows = torch.arange(8) + 8 * step
+                with run.batch(rows):
+                    half["loss"](model, (X[rows], Y[rows])).backward()
+                by_norm(0.05)(model, step)
+                optimizer.step()
+                optimizer.zero_grad()
+        return run
+
+    assert void(run_of()) == [0]  # a factor is not simple or not in so few digits
+    assert void(run_of(max_norm=0.05)) == []
+
+
 def test_a_factor_of_its_own_in_every_step_is_void():
     """Neither the factor nor the norm stays: nobody knows what the others would have got."""
 

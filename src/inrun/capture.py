@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -117,6 +117,11 @@ class Capture(Provenance):
         finally:
             self.live = None
             self._forget_tensors()
+
+    def validation_sizes(self, micros: Iterable[MicroBatch]) -> AbstractContextManager[None]:
+        """Around validation passes: their sizes may prove what is still a claim."""
+        unproven = any(self.claims.unproven(micro.claims) for micro in micros)
+        return self.entries.validation() if unproven else nullcontext()
 
     def refuse_unproven(self, micros: Iterable[MicroBatch]) -> None:
         """An input was taken for one row per example because of its length alone."""

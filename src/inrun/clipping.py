@@ -283,14 +283,16 @@ def _pieces(
     yield some
 
 
-def _all_within(g: Sequence[Tensor], expected: Sequence[Tensor], size: Sequence[float]) -> bool:
-    """Is each parameter what is expected of it, up to rounding? A number that is otherwise counts
-    by its size in the norm of its parameter."""
+def _all_within(
+    g: Sequence[Tensor], expected: Sequence[Tensor], size: Sequence[float], eps: Sequence[float]
+) -> bool:
+    """Is each parameter what is expected of it, up to rounding by ``eps``? A number that is
+    otherwise counts by its size in the norm of its parameter."""
     off = _norms(torch._foreach_sub(list(g), list(expected)))
     tiny = [torch.finfo(t.dtype).smallest_normal * math.sqrt(t.numel()) for t in g]
     return all(
-        x <= _ROUNDINGS * _epsilon([t]) * (s + least)
-        for x, s, t, least in zip(off, size, g, tiny, strict=True)
+        x <= _ROUNDINGS * e * (s + least)
+        for x, s, e, least in zip(off, size, eps, tiny, strict=True)
     )
 
 
@@ -304,9 +306,10 @@ def _is(
 ) -> bool:  # fmt: skip
     """ḡ = function(G), everywhere?"""
     at = 0
+    eps = [_epsilon(pair) for pair in zip(g, G, strict=True)]  # ḡ may have been converted since
     for some, own in _pieces(g, G):
-        part, at = size[at : at + len(some)], at + len(some)
-        if not _all_within(some, function(own), part):
+        here, at = slice(at, at + len(some)), at + len(some)
+        if not _all_within(some, function(own), size[here], eps[here]):
             return False
     return True
 
@@ -352,7 +355,7 @@ def _cause(g: Sequence[Tensor], G: Sequence[Tensor]) -> Unrecognised:
         for x, y, s, t in zip(g, G, size, total, strict=True)
     ]
     zeroed = [
-        bool(((x == 0) | ((x - y).abs() <= 8 * torch.finfo(x.dtype).eps * y.abs())).all())
+        bool(((x == 0) | ((x - y).abs() <= 8 * _epsilon([x, y]) * y.abs())).all())
         for x, y in zip(g, G, strict=True)
     ]
     if all(zeroed):

@@ -294,7 +294,7 @@ class Run(Summary, Tables):
         score: Score | Begun = Score()
         if len(micros) == len(self._pending):
             check, self._check = self._check, None
-            with self._capture.entries.validation():
+            with self._capture.validation_sizes(micros):
                 score = self._scorer.begin(self.step, micros, ids, self._audited(), check)
             self._capture.refuse_unproven(micros)
         self._begin()
