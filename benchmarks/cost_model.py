@@ -38,11 +38,11 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
 from costs import short_name
 
 from inrun.bench import machine
-from inrun.contraction import Direction, contract
-from inrun.nodes import Node
-from inrun.ops import cost
-from inrun.ops.records import Dense, Pair, wide_type
-from inrun.tap import MicroBatch
+from inrun.capture.tap import MicroBatch
+from inrun.gradients import cost
+from inrun.gradients.nodes import Node
+from inrun.gradients.records import Dense, Pair, wide_type
+from inrun.scoring.contraction import Direction, contract
 
 TOKENS = (1, 8, 32, 128, 512, 1024)
 WIDTHS = ((128, 128), (128, 768), (768, 768), (768, 3072), (3072, 768), (3072, 3072))

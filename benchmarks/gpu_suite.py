@@ -28,8 +28,8 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 
 import inrun
-from inrun import reference
 from inrun.bench.machine import commit
+from inrun.exact import reference
 from zoo import ZOO
 
 KINDS = {"secant": (0.5,), "sgd": (None,)}

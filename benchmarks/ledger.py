@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from inrun.store import Store, open_run
+from inrun.ledger.saved import Store, open_run
 
 BATCH = 64
 EXAMPLES = 1_000_000

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from inrun.demo import digits, stage
-from inrun.store import Store
+from inrun.ledger.saved import Store
 
 TARGET = 0.02
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from inrun.ledger import Audit, MemoryLedger, StepRecord
-from inrun.store import Store
-from inrun.store.files import signed
+from inrun.ledger.files import signed
+from inrun.ledger.records import Audit, MemoryLedger, StepRecord
+from inrun.ledger.saved import Store
 
 TABLES = ("values", "history", "harm", "steps")
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
-from inrun.received import BEFORE, CHANGED, Accumulated
+from inrun.scoring.received import BEFORE, CHANGED, Accumulated
 
 X = torch.randn(48, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.randint(0, 3, (48,), generator=torch.Generator().manual_seed(2))
@@ -426,7 +426,7 @@ def test_memory_of_failed_batches_and_closed_runs_is_free():
 
 
 def test_host_memory_is_the_same_in_every_step():
-    from inrun.ops.blocks import Blocks
+    from inrun.gradients.blocks import Blocks
 
     blocks, like = Blocks(), torch.zeros(1, dtype=torch.float64)
     shapes = [(4, 4), (3,), (2, 2), (4, 4)]
@@ -453,7 +453,7 @@ def test_host_memory_is_the_same_in_every_step():
 
 def test_a_step_without_memory_to_keep_is_a_step(monkeypatch):
     """Where the system refuses so much at once, gradients are formed as before."""
-    from inrun.ops.blocks import Blocks
+    from inrun.gradients.blocks import Blocks
 
     blocks = Blocks()
     like = torch.zeros(1, dtype=torch.float64)

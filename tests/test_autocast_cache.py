@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
-from inrun.autocast import uncached
+from inrun.tensors.autocast import uncached
 
 X = torch.randn(48, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
 Y = (X[:, 0] > 0).long()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
-from inrun.scoring import _finite
+from inrun.scoring.scorer import _finite
 
 X, Y = torch.zeros(30, 4), torch.zeros(30, dtype=torch.long)
 

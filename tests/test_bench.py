@@ -15,10 +15,10 @@ import torch
 from typer.testing import CliRunner
 
 import inrun
-from inrun import reference
 from inrun.bench import Options, measure, models
 from inrun.bench.trainers import VARIANTS, Trainer, make_optimizer
-from inrun.cli import app
+from inrun.cli.app import app
+from inrun.exact import reference
 
 TINY = ("--model", "gpt-1x32", "--batch", 3, "--length", 6, "--vocab", 11, "--device", "cpu")
 BRIEF = (*TINY, "--warmup", 1, "--steps", 2, "--rounds", 2)

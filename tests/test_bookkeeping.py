@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from inrun.autocast import as_it_was, current, no_autocast
-from inrun.bookkeeping import modules_of
+from inrun.run.bookkeeping import modules_of
+from inrun.tensors.autocast import as_it_was, current, no_autocast
 
 
 def test_modules_in_their_order():

@@ -9,10 +9,10 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from inrun import metrics
-from inrun.cli import app
-from inrun.ledger import Audit, StepRecord
-from inrun.store import Store, open_run
+from inrun.cli.app import app
+from inrun.ledger.records import Audit, StepRecord
+from inrun.ledger.saved import Store, open_run
+from inrun.report import metrics
 
 
 def make_run(path, seed=0, kind=int):

@@ -211,7 +211,7 @@ class Squeezed(Small):
 @pytest.mark.parametrize("training", ["fast", "bitwise"])
 @pytest.mark.parametrize("kind", [WithLoss, Viewed, Small, Squeezed])
 def test_a_vocabulary_is_padded_where_nobody_sees_it(compile, form, training, kind, monkeypatch):
-    from inrun import planner
+    from inrun.capture.compiled import planner
 
     longer = []
 
@@ -232,7 +232,7 @@ def test_a_vocabulary_is_padded_where_nobody_sees_it(compile, form, training, ki
 
 def test_gradients_that_leave_a_graph_with_gaps():
     """The kernels read the gradient of an example number after number."""
-    from inrun.planner import _dense
+    from inrun.capture.compiled.planner import _dense
 
     whole = torch.randn(3, 8, 16)
     assert _dense(whole).grads is whole

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
-from inrun.copies import fresh
+from inrun.validation.copies import fresh
 
 X = torch.randn(40, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(1))

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
-from inrun.capture import Capture
-from inrun.ops import cost
-from inrun.ops.cost import MEMORY, Layer
+from inrun.capture.capture import Capture
+from inrun.gradients import cost
+from inrun.gradients.cost import MEMORY, Layer
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))

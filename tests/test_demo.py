@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import inrun
-from inrun.cli import app
+from inrun.cli.app import app
 from inrun.demo import digits, passages
 
 

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
-from inrun import received, reference, taken
-from inrun.clipping import AMBIGUOUS, Clipping, ClippingWatch
-from inrun.rules import rule_for
+from inrun.exact import reference
+from inrun.optimizers import rule_for
+from inrun.scoring import received, taken
+from inrun.scoring.clipping import AMBIGUOUS, Clipping, ClippingWatch
 
 X = torch.randn(80, 5, generator=torch.Generator().manual_seed(1))
 Y = torch.randint(0, 3, (80,), generator=torch.Generator().manual_seed(2))

@@ -13,9 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from inrun.ledger import LedgerError
-from inrun.store import Store, files, open_run
-from inrun.store import tables as reading
+from inrun.ledger import files
+from inrun.ledger import tables as reading
+from inrun.ledger.records import LedgerError
+from inrun.ledger.saved import Store, open_run
 from ledgers import assert_same, copy, edit, everything, expected, records, tables, write
 
 ROWS = list(records(20))
@@ -370,5 +371,5 @@ def as_format_1(folder):
 
 def test_parts_say_to_which_run_they_belong(base):
     schema = pq.read_schema(base / "steps" / "part-000000.parquet")
-    assert schema.metadata[b"inrun.run"].decode() == open_run(base).info["run"]
+    assert schema.metadata[b"inrun.run.run"].decode() == open_run(base).info["run"]
     assert isinstance(pd.read_parquet(base / "values"), pd.DataFrame)  # any tool reads them

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import inrun
-from inrun.bookkeeping import as_ids
-from inrun.ledger import RESERVED, MemoryLedger, StepRecord
-from inrun.store import Store, open_run
+from inrun.ledger.records import RESERVED, MemoryLedger, StepRecord
+from inrun.ledger.saved import Store, open_run
+from inrun.run.bookkeeping import as_ids
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
 STRINGS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
-from inrun import joining
+from inrun.validation import joining
 
 X = torch.randn(90, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.randint(0, 3, (90,), generator=torch.Generator().manual_seed(1))

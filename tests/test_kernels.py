@@ -61,8 +61,8 @@ PLAIN = {
 def shifted(dtypes, kind, x):
     """The largest relative errors of weights and factors."""
     from inrun import kernels
-    from inrun.direction import Moved
-    from inrun.rules import rule_for
+    from inrun.optimizers import rule_for
+    from inrun.scoring.direction import Moved
 
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(s).to(dtypes[0])) for s in SHAPES]
@@ -147,10 +147,10 @@ def whole_contraction():
     """From records to values, by kernels and without: weights in another memory order, a direction
     off its alignment, gradients of two types beside each other."""
     from inrun import kernels
-    from inrun.contraction import Direction, contract
-    from inrun.nodes import Node
-    from inrun.ops import Dense
-    from inrun.tap import MicroBatch
+    from inrun.capture.tap import MicroBatch
+    from inrun.gradients import Dense
+    from inrun.gradients.nodes import Node
+    from inrun.scoring.contraction import Direction, contract
 
     torch.manual_seed(0)
     B, Q = 5, 2

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map
 
-from inrun.follow import follow
-from inrun.layout import Layout, to_rows
+from inrun.tensors.follow import follow
+from inrun.tensors.layout import Layout, to_rows
 
 ENTRIES = 400  # of the largest tensor
 FEW, MANY = 200, 3_000

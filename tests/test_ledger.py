@@ -8,7 +8,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from inrun.ledger import Audit, LedgerError, MemoryLedger, StepRecord, audit_summary, step_row
+from inrun.ledger.records import (
+    Audit,
+    LedgerError,
+    MemoryLedger,
+    StepRecord,
+    audit_summary,
+    step_row,
+)
 
 
 def small():

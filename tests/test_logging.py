@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import inrun
-from inrun.ledger import audit_summary
-from inrun.logging import LinePrinter
+from inrun.ledger.records import audit_summary
+from inrun.run.logging import LinePrinter
 
 
 def watched(steps=12, audit_every=3, keep_open=False, **log):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import inrun
-from inrun import reference
+from inrun.exact import reference
 from zoo import GPT, ZOO, V
 
 B, LENGTH = 6, 5

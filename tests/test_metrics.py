@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from inrun import metrics
+from inrun.report import metrics
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import inrun
-from inrun import reference
-from inrun.nodes import directions
+from inrun.exact import reference
+from inrun.gradients.nodes import directions
 from test_patterns import Model, square, watched
 from test_zoo import captured, close, gradients_of, reference_rows
 from zoo import LAYERS, Problem, adapted, bert

@@ -14,12 +14,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from inrun.cli import app
+from inrun.cli.app import app
 from inrun.keeplist import SUFFIXES, read_ids, write_ids
-from inrun.ledger import LedgerError, StepRecord
+from inrun.ledger.records import LedgerError, StepRecord
+from inrun.ledger.saved import Store, open_run
 from inrun.output import OutputError, check_output, write_output
 from inrun.report import is_report, write_report
-from inrun.store import Store, open_run
 
 
 def call(*args, code=0):

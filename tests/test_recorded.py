@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
-from inrun.recorded import Recorder, attributes, referred, tried, twins
-from inrun.validation import model_loss
+from inrun.validation.cuda_graph import Recorder, attributes, referred, tried, twins
+from inrun.validation.validator import model_loss
 
 WEIGHT = 2.0
 TABLE = torch.ones(3)
@@ -386,7 +386,7 @@ def test_a_pass_is_recorded_once_its_trial_gives_the_same(trial, losses, recorde
     recording = SimpleNamespace(inputs=[torch.zeros(1)], graph=graph, result=(replayed, []))
     found = None if trial is None else (torch.tensor(trial), [])
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr("inrun.recorded.tried", lambda *args: found)
+    monkeypatch.setattr("inrun.validation.cuda_graph.tried", lambda *args: found)
     monkeypatch.setattr(Recorder, "_record", lambda self, *args: recording)
     recorder = Recorder(plain)
 

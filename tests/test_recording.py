@@ -19,8 +19,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import inrun
-from inrun.ledger import LedgerError, MemoryLedger
-from inrun.store import Store, files, lock, open_run, outage, writer
+from inrun.ledger import files, lock, outage, writer
+from inrun.ledger.records import LedgerError, MemoryLedger
+from inrun.ledger.saved import Store, open_run
 from ledgers import assert_same, everything, expected, records, tables, write
 
 
@@ -341,7 +342,7 @@ FORKED = """
 import os, sys
 sys.path[:0] = {path!r}
 from ledgers import records
-from inrun.store import Store
+from inrun.ledger.saved import Store
 rows = list(records(12))
 store = Store.create({folder!r}, {{"lr": 0.1}}, ["a", "b"], ["secant"])
 for row in rows[:6]:
@@ -379,8 +380,8 @@ store.close()
 AGAIN = """
 import sys
 sys.path[:0] = {path!r}
-from inrun.ledger import LedgerError
-from inrun.store import Store
+from inrun.ledger.records import LedgerError
+from inrun.ledger.saved import Store
 try:
     Store.create({folder!r}, {{"lr": 0.1}}, ["a", "b"], ["secant"])
 except LedgerError as error:

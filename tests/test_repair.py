@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from inrun.cli import app
-from inrun.ledger import LedgerError
-from inrun.store import Store, open_run
-from inrun.store.repair import repair
+from inrun.cli.app import app
+from inrun.ledger.records import LedgerError
+from inrun.ledger.repair import repair
+from inrun.ledger.saved import Store, open_run
 from ledgers import assert_same, copy, everything, expected, records, tables, write
 from test_hostile_ledger import as_format_1, damage
 

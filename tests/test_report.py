@@ -11,10 +11,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from inrun.ledger import Audit, LedgerError, StepRecord
+from inrun.ledger.records import Audit, LedgerError, StepRecord
+from inrun.ledger.saved import Store, open_run
 from inrun.report import embed, render, write_report
 from inrun.report.data import payload
-from inrun.store import Store, open_run
 
 HOSTILE = [
     "<script>window.pwned = 1</script>",

@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from inrun.examples import load_examples, thumbnail
-from inrun.ledger import LedgerError
+from inrun.ledger.records import LedgerError
+from inrun.report.examples import load_examples, thumbnail
 
 TABLE = pd.DataFrame(
     {

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
-from inrun import follow, reference
-from inrun.check import Check
+from inrun.exact import reference
+from inrun.exact.check import Check
+from inrun.tensors import follow
 
 B = 4
 ORDER = torch.tensor([2, 0, 3, 1])

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
-from inrun import state as state_module
+from inrun.validation import state as state_module
 
 X = torch.randn(40, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(1))

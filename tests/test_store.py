@@ -17,8 +17,9 @@ import pandas as pd
 import pytest
 
 import inrun
-from inrun.ledger import Audit, LedgerError, MemoryLedger, StepRecord
-from inrun.store import Store, committed, files, open_run, writer
+from inrun.ledger import committed, files, writer
+from inrun.ledger.records import Audit, LedgerError, MemoryLedger, StepRecord
+from inrun.ledger.saved import Store, open_run
 
 ESTIMATORS = ["secant", "sgd"]
 
@@ -376,7 +377,9 @@ def test_second_writer_is_refused(tmp_path):
     message = rf"run is being written by process {os.getpid()}: one writer at a time"
     with pytest.raises(LedgerError, match=message):
         Store.create(tmp_path / "run", {"lr": 0.1}, ["a", "b"], ESTIMATORS)
-    code = "from inrun.store import Store; import sys; Store.create(sys.argv[1], {'lr': 0.1}, "
+    code = (
+        "from inrun.ledger.saved import Store; import sys; Store.create(sys.argv[1], {'lr': 0.1}, "
+    )
     code += "['a', 'b'], ['secant', 'sgd'])"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", code, str(tmp_path / "run")]

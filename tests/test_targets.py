@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
-from inrun import contraction, groups
-from inrun.joining import Joining
-from inrun.ops.records import Lookup
-from inrun.sweep import joined
+from inrun.gradients.records import Lookup
+from inrun.scoring import contraction, groups
+from inrun.validation.joining import Joining
+from inrun.validation.sweep import joined
 from zoo import GPT, ZOO, V
 
 IDS = torch.randint(0, V, (60, 5), generator=torch.Generator().manual_seed(1))
@@ -676,7 +676,7 @@ def test_a_loss_that_is_not_finite_decides_nothing():
 
 
 def test_estimators_at_one_point_share_the_gradients(monkeypatch):
-    from inrun import sweep
+    from inrun.validation import sweep
 
     formed = []
     real = sweep._gradient
@@ -690,7 +690,7 @@ def test_estimators_at_one_point_share_the_gradients(monkeypatch):
 
 
 def test_lists_are_drawn_without_touching_random_states(monkeypatch):
-    from inrun import targets as module
+    from inrun.validation import targets as module
 
     def never(self, *key):
         raise AssertionError("nothing random about a list")

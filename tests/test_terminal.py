@@ -20,13 +20,13 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 import inrun
-from inrun import terminal
-from inrun.cli import app
-from inrun.ledger import Audit, StepRecord
-from inrun.logging import Tally, _named
+from inrun import console as terminal
+from inrun.cli.app import app
+from inrun.console import as_json, excerpt, safe
+from inrun.ledger.records import Audit, StepRecord
+from inrun.ledger.saved import Store, open_run
 from inrun.report import write_report
-from inrun.store import Store, open_run
-from inrun.terminal import as_json, excerpt, safe
+from inrun.run.logging import Tally, _named
 
 SOURCE = Path(inrun.__file__).parents[1]
 STEERING = (
@@ -200,7 +200,7 @@ def test_ctrl_c_during_a_command(monkeypatch, run):
     def stopped(path):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("inrun.cli.open_run", stopped)
+    monkeypatch.setattr("inrun.cli.app.open_run", stopped)
     result = CliRunner().invoke(app, ["info", str(run)])
     assert result.exit_code == 130 and result.stderr == "inrun: stopped\n"
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import inrun
-from inrun.targets import Batches
+from inrun.validation.targets import Batches
 
 
 def loss(model, batch):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 import inrun
-from inrun.targets import ROWS
+from inrun.validation.targets import ROWS
 
 N = 2 * ROWS + 5
 X = np.random.default_rng(0).normal(size=(N, 4))

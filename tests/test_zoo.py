@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import inrun
-from inrun import reference
-from inrun.capture import Capture
-from inrun.nodes import directions, pull_back
-from inrun.ops.derivative import MANY
+from inrun.capture.capture import Capture
+from inrun.exact import reference
+from inrun.gradients.derivative import MANY
+from inrun.gradients.nodes import directions, pull_back
 from zoo import ZOO, Problem
 
 

@@ -14,7 +14,7 @@ from experiments.common.figures import drawn_by
 from experiments.common.game import ESTIMATORS, finite, numbers
 from experiments.common.markdown import heading, row
 from experiments.common.parts import Context, Experiment, Results, Settings
-from inrun.metrics import bottom_overlap, pearson, spearman
+from inrun.report.metrics import bottom_overlap, pearson, spearman
 
 NAMES = ("tangent", "sgd", "secant")
 EARLY = 20  # steps; before them the estimators differ most

@@ -20,7 +20,7 @@ import inrun
 from experiments.common.parts import Context
 from experiments.common.stacked import losses, stacked
 from experiments.common.tasks import Task
-from inrun.metrics import pearson, spearman
+from inrun.report.metrics import pearson, spearman
 
 ESTIMATORS = {  # as inrun calls them: as the docs do
     "tangent": "tangent + current (the paper)",

@@ -25,7 +25,7 @@ from experiments.common.game import numbers
 from experiments.common.markdown import heading, row
 from experiments.common.parts import Context, Experiment, Results, Settings
 from experiments.common.tasks import Task
-from inrun.metrics import pearson
+from inrun.report.metrics import pearson
 
 FORMS = ("ghost", "materialise")
 PRECISIONS = ("float32", "bfloat16")

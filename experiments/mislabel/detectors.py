@@ -16,7 +16,7 @@ from torch import Tensor
 from experiments.common.parts import Context, Settings, packed
 from experiments.mislabel import problems
 from experiments.mislabel.training import Trainer, copy_of, taken
-from inrun.metrics import auroc, precision_at_k
+from inrun.report.metrics import auroc, precision_at_k
 
 ESTIMATORS = ["secant", "tangent", "sgd"]
 WARM = 4  # steps before the clock runs: by then passes are checked and recorded

@@ -9,7 +9,7 @@ import numpy as np
 from experiments.common.markdown import heading, row
 from experiments.common.parts import Results, unpacked
 from experiments.common.statistics import interval, shown
-from inrun.metrics import auroc, precision_at_k
+from inrun.report.metrics import auroc, precision_at_k
 
 CONFIDENT = "confident learning"
 ORDER = ("harm, secant", "harm, tangent", "harm, sgd", "secant", "tangent", "sgd", "loss, end",

@@ -10,7 +10,7 @@ import numpy as np
 from experiments.common.game import finite, numbers
 from experiments.common.markdown import heading, row
 from experiments.common.parts import Results
-from inrun.metrics import pearson, spearman
+from inrun.report.metrics import pearson, spearman
 
 POINTS = 400  # of the scatter in the committed results
 MEASURES = {"pearson": pearson, "spearman": spearman}

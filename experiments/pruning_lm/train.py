@@ -14,7 +14,7 @@ import inrun
 from experiments.common import tasks
 from experiments.common.parts import Context, Settings
 from experiments.common.tasks import Batch, Task
-from inrun.metrics import bottom_overlap
+from inrun.report.metrics import bottom_overlap
 
 ESTIMATORS = ("secant", "tangent", "sgd")
 PRELIMINARY = 1000  # added to the seed: the watched run has other weights and another order

@@ -12,7 +12,7 @@ import numpy as np
 from experiments.common.game import ESTIMATORS, finite
 from experiments.common.parts import Results, unpacked
 from experiments.common.statistics import interval, shown, students
-from inrun.metrics import bottom_overlap, spearman
+from inrun.report.metrics import bottom_overlap, spearman
 
 PAPER = {  # accuracy of bottom, random, top
     "adamw": {0.1: (0.8838, 0.8713, 0.8685), 0.2: (0.8826, 0.8752, 0.8639),

@@ -8,18 +8,18 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inrun.check import Check
     from inrun.errors import BatchError, CaptureError, ValidationError
-    from inrun.follow import register_layout
-    from inrun.layout import Layout
-    from inrun.ledger import LedgerError
-    from inrun.logging import log
-    from inrun.ops import register_op
-    from inrun.rules import register_optimizer
-    from inrun.run import Run
-    from inrun.store import SavedRun
-    from inrun.targets import by_label
-    from inrun.watching import watch
+    from inrun.exact.check import Check
+    from inrun.gradients import register_op
+    from inrun.ledger.records import LedgerError
+    from inrun.ledger.saved import SavedRun
+    from inrun.optimizers import register_optimizer
+    from inrun.run.logging import log
+    from inrun.run.run import Run
+    from inrun.run.watching import watch
+    from inrun.tensors.follow import register_layout
+    from inrun.tensors.layout import Layout
+    from inrun.validation.targets import by_label
 
 try:
     __version__ = version("inrun")
@@ -31,17 +31,17 @@ except PackageNotFoundError:  # used from a source tree that is not installed
 _PLACES = {
     "BatchError": "errors",
     "CaptureError": "errors",
-    "Check": "check",
-    "Layout": "layout",
-    "LedgerError": "ledger",
-    "Run": "run",
+    "Check": "exact.check",
+    "Layout": "tensors.layout",
+    "LedgerError": "ledger.records",
+    "Run": "run.run",
     "ValidationError": "errors",
-    "by_label": "targets",
-    "log": "logging",
-    "register_layout": "follow",
-    "register_op": "ops",
-    "register_optimizer": "rules",
-    "watch": "watching",
+    "by_label": "validation.targets",
+    "log": "run.logging",
+    "register_layout": "tensors.follow",
+    "register_op": "gradients",
+    "register_optimizer": "optimizers",
+    "watch": "run.watching",
 }
 
 
@@ -59,7 +59,7 @@ def __dir__() -> list[str]:
 
 def open(path: str | os.PathLike[str]) -> SavedRun:
     """Open the ledger folder of a run, also while the run goes on: the tables of the live run."""
-    from inrun.store import open_run
+    from inrun.ledger.saved import open_run
 
     return open_run(path)
 

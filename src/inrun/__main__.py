@@ -12,7 +12,7 @@ from typing import Any
 STOPPED = 130  # the exit code of a command that Ctrl-C ended
 
 
-def main(command: str = "inrun.cli:app") -> None:
+def main(command: str = "inrun.cli.app:app") -> None:
     """Run a command of the command line; Ctrl-C ends it without a traceback, at any moment."""
     try:
         run = _load(*command.split(":"))
@@ -48,7 +48,7 @@ def _stop(number: int = 0, frame: FrameType | None = None) -> None:
 
 
 def _show_warning(message: Any, *about: Any, **more: Any) -> None:
-    from inrun.terminal import safe
+    from inrun.console import safe
 
     print("inrun: " + safe(" ".join(str(message).split())), file=sys.stderr)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from inrun.ops import Call
+    from inrun.gradients import Call
 
 
 OWNERS = (

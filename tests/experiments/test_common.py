@@ -20,8 +20,8 @@ from experiments.common.markdown import unfinished
 from experiments.common.parts import Context, Experiment, reproduce, select, write
 from experiments.common.stacked import backward, losses, stacked, train
 from experiments.common.statistics import interval
-from inrun import reference
-from inrun.cli import app
+from inrun.cli.app import app
+from inrun.exact import reference
 
 ROOT = Path(__file__).parents[2]
 CPU = Context(torch.device("cpu"))
@@ -227,7 +227,7 @@ def test_installed_package_says_to_clone(monkeypatch, tmp_path):
 
 
 def test_command_line_loads_without_the_store():
-    code = "import sys; sys.modules['duckdb'] = None; import inrun.cli, experiments"
+    code = "import sys; sys.modules['duckdb'] = None; import inrun.cli.app, experiments"
     path = f"{ROOT / 'src'}:{ROOT}"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": path})
 

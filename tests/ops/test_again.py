@@ -7,7 +7,7 @@ from torch import nn
 
 import inrun
 from inrun.errors import CaptureError
-from inrun.ops.again import run_again
+from inrun.gradients.again import run_again
 
 
 def statistics():

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inrun.nodes import _linear, directions
-from inrun.ops.derivative import MANY, each
-from inrun.ops.records import Dense, Lookup, Pair
+from inrun.gradients.derivative import MANY, each
+from inrun.gradients.nodes import _linear, directions
+from inrun.gradients.records import Dense, Lookup, Pair
 from test_zoo import captured, close, gradients_of, reference_rows
 from zoo import Problem
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import optim
 
-from inrun import direction
-from inrun.direction import Moved, Path
-from inrun.rules import rule_for
+from inrun.optimizers import rule_for
+from inrun.scoring import direction
+from inrun.scoring.direction import Moved, Path
 
 SHAPES = [(4, 4), (8,), (5,), (), (2, 3, 4), (7,), (16,), (40, 30), (1,)]
 OPTIMIZERS = {

@@ -10,8 +10,8 @@ import torch
 from optimizer_zoo import MUON, OPTIONS, Case, Moment, table
 from torch import Tensor, optim
 
-from inrun.rules import Rule, rule_for
-from inrun.rules.base import _raise
+from inrun.optimizers import Rule, rule_for
+from inrun.optimizers.base import _raise
 
 ADAMS = [case for case in OPTIONS if case.cls in (optim.Adam, optim.AdamW)]
 EVERY = [*OPTIONS, *MUON]

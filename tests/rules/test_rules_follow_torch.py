@@ -9,7 +9,7 @@ import torch
 from optimizer_zoo import MUON, OPTIONS, Case
 from torch import optim
 
-from inrun.rules import rule_for
+from inrun.optimizers import rule_for
 
 FUSED = {optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad}
 DIFFERENTIABLE = {case.cls for case in OPTIONS} - {optim.Adafactor}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn, optim
 
 import inrun
-from inrun.rules import base, decoupled_decay, refuse_optimizer, register_optimizer, rule_for
+from inrun.optimizers import base, decoupled_decay, refuse_optimizer, register_optimizer, rule_for
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from chat_server import KEY, ChatServer, Status, completion, slow
 from test_variants_generate import SOURCES, fine, good, rows
 from typer.testing import CliRunner
 
-from inrun.cli import app
+from inrun.cli.app import app
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import typer
 from inrun.bench.options import DTYPES, MODES, OPTIMIZERS, USUAL, Options
 from inrun.bench.run import run_bench
 from inrun.bench.trainers import VARIANTS
-from inrun.terminal import Force, Json, console, plain_errors
-from inrun.terminal import as_json as json_text
+from inrun.console import Force, Json, console, plain_errors
+from inrun.console import as_json as json_text
 
 
 def bench(

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from inrun import stages
 from inrun.bench.models import Problem
 from inrun.bench.options import Options
 from inrun.bench.trainers import VARIANTS, Trainer, make_optimizer
 from inrun.bench.verify import verify
+from inrun.scoring import stages
 
 LOOKED_INTO = 3  # steps after the timed ones, by stage
 Tick = Callable[[str], None]  # called after each step with the mode and the variant

@@ -18,8 +18,8 @@ from inrun.bench.measure import LOOKED_INTO, Row, Tick, measurements, summary
 from inrun.bench.models import make_problem
 from inrun.bench.options import Options
 from inrun.bench.show import show
+from inrun.console import console as make_console
 from inrun.output import check_output, write_output
-from inrun.terminal import console as make_console
 
 
 def run_bench(

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from inrun.terminal import excerpt
+from inrun.console import excerpt
 
 MODES = {"eager": "eager", "compile": "torch.compile"}
 LONGEST = 300  # characters of a message; the JSON has all of it

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from inrun.bench.trainers import Trainer, Watched
-from inrun.metrics import pearson
+from inrun.report.metrics import pearson
 
 
 def verify(trainer: Trainer) -> dict[str, float | None]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from inrun.terminal import console as make_console
+from inrun.console import console as make_console
 
 TASKS = ("digits", "text")
 

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import inrun
-from inrun import metrics
 from inrun.demo import stage
-from inrun.ledger import LedgerError
+from inrun.ledger.records import LedgerError
+from inrun.report import metrics
 
 EPOCHS = 20
 BATCH = 64

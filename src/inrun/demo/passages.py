@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import inrun
+from inrun.console import excerpt, safe
 from inrun.demo import stage
-from inrun.terminal import excerpt, safe
 
 EPOCHS = 7
 BATCH = 16

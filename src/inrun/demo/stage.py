@@ -18,13 +18,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from inrun.ledger import LedgerError
-from inrun.logging import Tally
+from inrun.console import safe
+from inrun.ledger.records import LedgerError
+from inrun.ledger.saved import open_run
 from inrun.output import LEDGER_FILES, LEDGER_FOLDERS
 from inrun.report import write_report
-from inrun.run import Run
-from inrun.store import open_run
-from inrun.terminal import safe
+from inrun.run.logging import Tally
+from inrun.run.run import Run
 
 MARK = "demo.json"  # its presence says that a demo made the folder
 OURS = (MARK, "examples.npz", "examples.jsonl", "report.html", *LEDGER_FILES)

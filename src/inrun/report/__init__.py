@@ -14,9 +14,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from inrun.ledger.saved import SavedRun
 from inrun.output import check_output, write_output
 from inrun.report.data import payload
-from inrun.store import SavedRun
 
 GENERATOR = b'<meta name="generator" content="inrun report">'
 SCRIPTS = ("charts.js", "table.js", "page.js")

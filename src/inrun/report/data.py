@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from inrun.examples import load_examples
+from inrun.ledger.saved import SavedRun
+from inrun.report.examples import load_examples
 from inrun.report.facts import cards, collect
-from inrun.store import SavedRun
 
 SHOWN = 200  # best, worst and suspects that come with their text or image, each
 ROWS = 150_000  # examples that the report lists; a sample of more

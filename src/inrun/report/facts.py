@@ -6,8 +6,8 @@ from typing import Any
 
 import pandas as pd
 
-from inrun.ledger import audit_summary
-from inrun.store import SavedRun
+from inrun.ledger.records import audit_summary
+from inrun.ledger.saved import SavedRun
 
 
 def facts_of(saved: SavedRun, estimator: str | None = None) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.table import Table
 
+from inrun.console import Json, safe, say
 from inrun.output import check_output
-from inrun.terminal import Json, safe, say
 from inrun.variants import show
 from inrun.variants.check import check
 from inrun.variants.client import Endpoint

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from inrun.terminal import console, safe
+from inrun.console import console, safe
 from inrun.variants.filters import REASONS
 from inrun.variants.generate import Outcome
 from inrun.variants.tokens import CAPITALS

@@ -1,0 +1,1 @@
+"""The same inside graphs that ``torch.compile`` made."""

@@ -1,0 +1,243 @@
+"""Compiled models: the same taps, inside the compiled graph.
+
+``torch.compile`` hands the graphs it captures to a backend. While a batch is open that is ours
+(``torch.compiler.set_stance(force_backend=...)``), whatever was compiled: the model, parts of it,
+a function that calls it, before or after ``watch``. The first time a graph runs it is *planned*:
+it is followed like an eager forward pass, on tensors without data, to find where parameters meet
+examples. Each of these operations then gets its tap, and the graph goes to the backend the user
+chose.
+
+A compiled graph cannot hand out what its backward pass computes on the way, except as gradients of
+its inputs. So each record leaves through *slots*: extra inputs of the record's shapes that hold no
+memory and take no part in the forward pass, and whose gradients are the record's tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import HigherOrderOperator
+
+from inrun.capture.compiled.planner import (
+    Meeting,
+    Planner,
+    UnplannableError,
+    fix_numbers,
+    insert_taps,
+    is_number,
+)
+from inrun.capture.tap import MicroBatch
+from inrun.gradients.nodes import Node
+from inrun.tensors.layout import tensors_in
+
+if TYPE_CHECKING:
+    from inrun.capture.capture import Capture
+
+_VARIANTS = 4  # compiled forms of one graph (batch sizes, lengths); more run eagerly
+
+
+def chosen_backend() -> Any:
+    """What the user compiles with: a backend, or its name.
+
+    Called while torch compiles: its frame on the stack still knows what ours took the place of.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper":
+            found = frame.f_locals.get("callback")
+            while hasattr(found, "_torchdynamo_orig_backend"):
+                found = found._torchdynamo_orig_backend
+            if callable(found):
+                return found
+        frame = frame.f_back
+    return "inductor"
+
+
+class Backend:
+    """The backend that is in force while a batch is open."""
+
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+        self._graphs: list[Graph] = []
+
+    def close(self) -> None:
+        """Let go of the model: torch's caches keep what they compiled, and that kept us."""
+        for graph in self._graphs:
+            graph.close()
+        self._graphs = []
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        inner = chosen_backend()
+        copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+        graph = Graph(self.capture, copied, partial(_compile, inner))
+        if getattr(inner, "compiler_name", inner) == "inductor":
+            graph.aside = torch._C.DisableTorchFunction  # cheaper; others may still run Python
+        self._graphs.append(graph)
+        return graph.call
+
+
+def _compile(inner: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    # Gradients, records among them, may leave in any layout. Otherwise inductor writes a record
+    # twice: in rows of the exact length for us, and in padded ones for its own products. For a
+    # vocabulary of 50,257 that is a second copy of what is largest in the whole step.
+    with (
+        torch._inductor.config.patch(bw_outputs_user_visible=False),
+        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),  # inside here
+    ):
+        if callable(inner):
+            return inner(gm, list(inputs))
+        return torch._inductor.compile(gm, list(inputs))
+
+
+@dataclass
+class Variant:
+    """One graph with its taps, compiled for inputs of one kind."""
+
+    run: Callable[..., Any]
+    meetings: tuple[Meeting, ...]
+    outputs: tuple[Any, ...]  # what is known of each
+    constants: tuple[Tensor, ...] = ()  # that tensors made of parameters are made of, too
+
+    @cached_property
+    def claims(self) -> dict[str, str]:
+        """What its layouts rest on, with the name of an operation."""
+        operands = [(m.call, x) for m in self.meetings for x in m.call.layouts if x is not None]
+        return {claim: call.name for call, x in operands for claim in x.claims}
+
+
+class Graph:
+    """One captured graph; chooses or makes the variant for its inputs."""
+
+    def __init__(
+        self, capture: Capture, gm: fx.GraphModule, compile: Callable[..., Callable[..., Any]]
+    ) -> None:
+        self.capture, self.gm, self.compile = capture, gm, compile
+        self.aside: Callable[[], Any] = capture.paused  # the mode looks away
+        self.variants: dict[Any, Variant] = {}
+        self._names = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
+        self._meetings: list[list[Meeting]] = []  # as the compiled graphs hold them
+
+    def close(self) -> None:
+        self.variants.clear()
+        for meetings in self._meetings:
+            meetings.clear()
+        del self.capture, self.aside
+
+    def call(self, *inputs: Any) -> Any:
+        if self.capture.live is None:
+            return self.gm(*inputs)
+        with torch._C.DisableTorchFunction():
+            self._anchor(inputs)
+            key = self._key(inputs)
+        if key not in self.variants:
+            try:
+                if len(self.variants) == _VARIANTS:
+                    raise UnplannableError(f"it has run with {_VARIANTS} kinds of inputs already")
+                with self.capture.paused():
+                    self.variants[key] = self._make(inputs)
+            except UnplannableError as why:
+                self.capture.stay_eager(f"{why}")
+                return _Inline(self.gm).run(*inputs)
+        with self.aside():
+            return self._run(self.variants[key], inputs)
+
+    def _anchor(self, inputs: Sequence[Any]) -> None:
+        """Data that the graph takes is what the model receives."""
+        given = [(i, x) for i, x in enumerate(inputs) if type(x) is Tensor]
+        self.capture.anchor([(f"{self._names[i]} of the compiled graph", x) for i, x in given])
+
+    def _key(self, inputs: Sequence[Any]) -> Any:
+        assert self.capture.live is not None
+        parts: list[Any] = [self.capture.live.B, torch.is_grad_enabled(), self.capture.watched]
+        for x in inputs:
+            if type(x) is nn.Parameter:  # the same each time: its identity says all
+                parts.append((id(x), x.requires_grad))
+            elif is_number(x):
+                parts.append(x.item())
+            elif isinstance(x, Tensor):
+                info = self.capture.info(x)
+                known = info.name if isinstance(info, Node) else info
+                own = id(x) if self.capture.owns(x) else None  # a buffer that is not replaced
+                parts.append((known, tuple(x.shape), x.requires_grad, own))
+            else:
+                parts.append(x)
+        return tuple(parts)
+
+    def _run(self, variant: Variant, inputs: Sequence[Any]) -> Any:
+        capture, live = self.capture, self.capture.live
+        assert live is not None
+        slots: tuple[Tensor, ...] = ()
+        if variant.meetings:
+            live.met, live.autocast = True, variant.meetings[0].call.autocast
+            data = {x.data_ptr() for x in inputs if isinstance(x, Tensor) and not x.requires_grad}
+            slots = Receive.apply(capture.trigger, capture, live, variant.meetings, data)
+        live.claims.update(variant.claims)
+        out = variant.run(*inputs, *slots)
+        live.fixed += [(t, t._version) for t in variant.constants]
+        for t, info in zip(tensors_in(out), variant.outputs, strict=True):
+            capture.note(t, info)
+            if t.requires_grad and slots:
+                t.register_hook(lambda g: capture.keeper.first_gradient(live))
+        return out
+
+    def _make(self, inputs: Sequence[Any]) -> Variant:
+        meetings, outputs = Planner(self.capture, self.gm).plan(inputs)
+        gm = fx.GraphModule(self.gm, copy.deepcopy(self.gm.graph))
+        fix_numbers(gm, inputs)
+        self._meetings += meetings.values()
+        slots = insert_taps(gm, meetings)
+        zeros = [s.make().requires_grad_() for s in slots]
+        run = self.compile(gm, [*inputs, *zeros])
+        met = tuple(m for ms in meetings.values() for m in ms)
+        constants = [t for m in met for node, _ in m.records for t in node.constants()]
+        return Variant(run, met, outputs, tuple(constants))
+
+
+class Receive(torch.autograd.Function):
+    """Makes the slots; its backward gets their gradients, the records."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, trigger: Tensor, capture: Capture, micro: MicroBatch,
+        meetings: Sequence[Meeting], data: set[int],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.set_materialize_grads(False)
+        ctx.capture, ctx.micro, ctx.meetings, ctx.data = capture, micro, meetings, data
+        zeros: dict[Any, Tensor] = {}
+        made = []
+        for slot in (s for m in meetings for s in m.slots):
+            kind = slot.carrier, slot.device
+            if kind not in zeros:
+                zeros[kind] = torch.zeros((), dtype=kind[0], device=kind[1])
+            made.append(zeros[kind].expand(slot.shape))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *tensors: Tensor | None) -> Any:
+        left = iter(tensors)
+        for meeting in ctx.meetings:
+            given = [t for t in (next(left) for _ in meeting.slots) if t is not None]
+            if len(given) < len(meeting.slots):
+                continue  # nothing of the loss went through here
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                # an input as it came: the next micro-batch may be written to its memory
+                given = [t.clone() if t.data_ptr() in ctx.data else t for t in given]
+                pairs = meeting.arrived(given)
+            ctx.capture.keeper.keep(ctx.micro, meeting.call.name, pairs)
+        return None, None, None, None, None
+
+
+class _Inline(fx.Interpreter):
+    """Runs a graph node by node, also what is inside activation checkpoints."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(target, HigherOrderOperator) and isinstance(args[0], fx.GraphModule):
+            return type(self)(args[0]).run(*args[1:])
+        return super().call_function(target, args, kwargs)

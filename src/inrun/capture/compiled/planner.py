@@ -1,0 +1,354 @@
+"""Planning a compiled graph: where its parameters meet examples, and the taps that go there.
+
+See compiled.py for how graphs come here and what slots are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from inrun.capture.meeting import apart, operate, prepare
+from inrun.capture.tap import MicroBatch, Tap, Tapped, composite, tapped
+from inrun.errors import CaptureError
+from inrun.gradients import Call, Record
+from inrun.gradients.call import operand
+from inrun.gradients.linear import padded
+from inrun.gradients.nodes import Node, value
+from inrun.gradients.records import Aligned, Dense, Lookup, Pair, short_by, wide_type
+from inrun.tensors.arguments import flatten
+from inrun.tensors.layout import Layout, name_of, tensors_in
+
+if TYPE_CHECKING:
+    from inrun.capture.capture import Capture
+
+
+class UnplannableError(Exception):
+    """Why a graph cannot be compiled with its taps. It then runs eagerly."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor that leaves the backward pass. Whole numbers travel as float64."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def like(t: Tensor) -> Slot:
+        return Slot(tuple(t.shape), t.dtype, t.device)
+
+    @property
+    def carrier(self) -> torch.dtype:
+        kept = self.dtype.is_floating_point or self.dtype.is_complex
+        return self.dtype if kept else torch.float64
+
+    def make(self) -> Tensor:
+        return torch.zeros((), dtype=self.carrier, device=self.device).expand(self.shape)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The ``index``-th call inside a node of the graph: parameters meet examples.
+
+    ``records`` are templates without data; where one of them cannot be made of tensors alone (a
+    ``Replay``), δ and the examples' operands leave instead (``raw``), and the rule runs outside.
+    """
+
+    index: int
+    call: Call  # without the examples' tensors
+    tap: Tapped
+    opened: tuple[int, ...]  # composite calls of the node, whose inner calls count
+    records: tuple[tuple[Node, Record], ...]
+    raw: bool
+    slots: tuple[Slot, ...]
+
+    @cached_property
+    def plain(self) -> bool:
+        """Per-example gradients and nothing else."""
+        return not self.raw and all(type(r) is Dense for _, r in self.records)
+
+    def send(self, tap: Tapped, call: Call, delta: Tensor, loose: Any = ()) -> list[Tensor]:
+        """Inside the graph: gradients of what is summed, then of the slots."""
+        pairs = tap.records(call, delta)
+        tensors = [t for _, record in pairs for t in record.tensors()]
+        if self.raw:
+            tensors = [delta, *(call.leaves[i] for i in tap.batched)]
+        return [*tap.totals(call, pairs, _unrolled), *tensors]
+
+    def arrived(self, tensors: Sequence[Tensor]) -> list[tuple[Node, Record]]:
+        """Outside: the records again."""
+        if self.plain:
+            return [(r[0], _dense(t)) for r, t in zip(self.records, tensors, strict=True)]
+        given = [t.to(s.dtype) for t, s in zip(tensors, self.slots, strict=True)]
+        if self.raw:
+            leaves = list(self.call.leaves)
+            for i, x in zip(self.tap.batched, given[1:], strict=True):
+                leaves[i] = x
+            for i, node in enumerate(self.call.nodes):
+                if node is not None:
+                    leaves[i] = value(node)
+            return self.tap.records(replace(self.call, leaves=tuple(leaves)), given[0])
+        left = iter(given)
+        whole = [(node, record.map(lambda _: next(left))) for node, record in self.records]
+        return [(n, _dense(r.grads) if isinstance(r, Dense) else r) for n, r in whole]
+
+
+def _dense(rows: Tensor) -> Dense:
+    """The compiler may have left gaps, which only the first dimension should have."""
+    return Dense(rows if rows.is_contiguous() or rows[0].is_contiguous() else rows.contiguous())
+
+
+def _unrolled(rows: Tensor) -> Tensor:
+    """Σ_i rows_i as a chain of additions: the compiler makes one element-wise kernel of it, at
+    twice the speed of its reduction over the first dimension."""
+    total = rows[0].to(wide_type(rows.dtype))
+    for row in rows[1:]:
+        total = total + row
+    return total
+
+
+def insert_taps(gm: fx.GraphModule, meetings: dict[str, list[Meeting]]) -> list[Slot]:
+    """Give the nodes their taps and the graph the inputs for them; returns these."""
+    slots = [s for ms in meetings.values() for m in ms for s in m.slots]
+    with gm.graph.inserting_before(next(n for n in gm.graph.nodes if n.op != "placeholder")):
+        places = iter([gm.graph.placeholder(f"inrun_slot_{i}") for i in range(len(slots))])
+    for node in [n for n in gm.graph.nodes if n.name in meetings]:
+        here = meetings[node.name]
+        own = [next(places) for m in here for _ in m.slots]
+        target = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
+        inside = layout_unseen(node)
+        with gm.graph.inserting_after(node):
+            new = gm.graph.call_function(
+                _watched(target, here, inside), (own, *node.args), node.kwargs
+            )
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)
+    gm.recompile()
+    return slots
+
+
+def layout_unseen(node: fx.Node) -> bool:
+    """Do all that use the node's result read its numbers, wherever in memory they are?"""
+    for user in node.users:
+        name = user.target if isinstance(user.target, str) else name_of(user.target)
+        if name in _PASSED_ON:
+            if not layout_unseen(user):
+                return False
+        elif name not in _READ:
+            return False
+    return True
+
+
+_PASSED_ON = ("flatten", "reshape", "getitem")
+_READ = ("cross_entropy", "log_softmax", "softmax", "float", "contiguous")
+
+
+def _watched(target: Any, meetings: Sequence[Meeting], inside: bool) -> Callable[..., Any]:
+    """The node's operation with its taps. Runs when the backend traces the graph. ``inside``:
+    the layout of its result is nobody else's business."""
+
+    def watched(slots: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        with _Taps(meetings, slots, inside):
+            return target(*args, **kwargs)
+
+    return watched
+
+
+class _Taps(TorchFunctionMode):
+    """Counts calls as the planner did, and taps those that it marked."""
+
+    def __init__(self, meetings: Sequence[Meeting], slots: Sequence[Tensor], inside: bool) -> None:
+        super().__init__()
+        self.meetings = {m.index: m for m in meetings}
+        self.opened = {i for m in meetings for i in m.opened}
+        self.slots, self.count, self.inside = iter(slots), 0, inside
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        index, self.count = self.count, self.count + 1
+        meeting = self.meetings.get(index)
+        if meeting is None:
+            if index not in self.opened:
+                return func(*args, **kwargs)
+            with self:
+                return composite(func)(*args, **kwargs)
+        planned = meeting.call
+        leaves, spec = flatten(args, kwargs)
+        call = prepare(
+            func, leaves, spec, planned.nodes, planned.layouts, planned.B, planned.form
+        )  # fmt: skip
+        call = call.with_(layout=planned.layout, autocast=planned.autocast)
+        summed = meeting.tap.summed
+        missing = _short_by(func, call) if self.inside else 0
+        run = partial(padded, missing=missing) if missing else func
+        out = operate(run, apart(leaves, meeting.tap.detached), spec)
+        slots = [next(self.slots) for _ in meeting.slots]
+        tap = replace(meeting.tap, receive=meeting.send)
+        extras = [*(leaves[i] for i in summed), *slots]
+        out = tapped(Tap.apply, out, call.with_(shape=out.shape), tap, extras)
+        return out[..., :-missing] if missing else out
+
+
+def _short_by(func: Any, call: Call) -> int:
+    """How many outputs a product with a vocabulary should have more (``records.short_by``). Added
+    here they serve all of its uses; the compiler would pad for each, with a copy of the largest
+    tensor of the step."""
+    if name_of(func) != "linear" or (W := call.value(1, "weight")).ndim != 2:
+        return 0
+    return short_by(len(W), *operand(W))
+
+
+class Planner(fx.Interpreter):
+    """Follows a graph on tensors without data and notes where parameters meet examples."""
+
+    def __init__(self, capture: Capture, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.capture = capture
+        self.meetings: dict[str, list[Meeting]] = {}
+        self.fixed: set[fx.Node] = set()  # the same whenever this plan is used
+        self.made: set[fx.Node] = set()  # of these, made of numbers alone
+        self.node: fx.Node | None = None
+
+    def plan(self, inputs: Sequence[Any]) -> tuple[dict[str, list[Meeting]], tuple[Any, ...]]:
+        """The meetings by node, and what is known of each output."""
+        self.garbage_collect_values = False
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        infos = [self.capture.info(x) if isinstance(x, Tensor) else None for x in inputs]
+        given = []
+        for x, info in zip(inputs, infos, strict=True):
+            examples = type(info) is Layout or (info is not None and info.name != "constant")
+            examples &= not isinstance(info, Node)
+            given.append(fake.from_tensor(x, static_shapes=True) if examples else x)
+        devices = {x.device for x in inputs if isinstance(x, Tensor) and x.is_cuda}
+        with (
+            warnings.catch_warnings(),
+            torch.random.fork_rng(devices),
+            self.capture.planning(self._note),
+        ):
+            warnings.simplefilter("ignore")  # torch's own, on tensors without data
+            for x, info in zip(given, infos, strict=True):
+                if isinstance(x, FakeTensor):
+                    self.capture.note(x, info)
+            try:
+                out = self.run(*given)
+            except UnplannableError as e:
+                raise UnplannableError(str(e).splitlines()[0]) from None
+            except (CaptureError, RuntimeError, NotImplementedError, TypeError) as e:
+                raise UnplannableError(f"{type(e).__name__}: {str(e).splitlines()[0]}") from e
+            known = tuple(self.capture.info(t) for t in tensors_in(out))
+        if any(isinstance(x, Node) for x in known):
+            raise UnplannableError("it returns a tensor made of parameters alone")
+        return self.meetings, known
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.node, self.capture.calls, self.capture.opened = n, 0, []
+        out = super().run_node(n)
+        self._settle(n, out)
+        if n.op.startswith("call") and isinstance(out, Tensor):
+            self._refuse_stale(n, out)
+        return out
+
+    def _settle(self, n: fx.Node, out: Any) -> None:
+        """Will the node be the same whenever this plan is used? Numbers are part of what plans are
+        chosen by, and so is what is made of them alone; a tensor of the model's own and views of
+        it follow what happens to it."""
+        inputs = n.all_input_nodes
+        if n.op in ("placeholder", "get_attr"):
+            made = not isinstance(out, Tensor) or is_number(out)
+            owned = isinstance(out, Tensor) and self.capture.owns(out)
+        else:
+            made = all(a in self.made for a in inputs)
+            known = all(a in self.fixed for a in inputs) and isinstance(out, Tensor)
+            owned = known and any(_view_of(out, self.env[a]) for a in inputs)
+        if made:
+            self.made.add(n)
+        if made or owned:
+            self.fixed.add(n)
+
+    def _refuse_stale(self, n: fx.Node, out: Tensor) -> None:
+        """A tensor made of parameters is made again when they are scored: from the same things."""
+        if not isinstance(self.capture.info(out), Node):
+            return
+        for a in n.all_input_nodes:
+            x = self.env[a]
+            own = isinstance(x, Tensor) and isinstance(self.capture.info(x), Node)
+            if not own and a not in self.fixed:
+                raise UnplannableError(f"'{n.name}' mixes parameters with '{a.name}'")
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(target, HigherOrderOperator):
+            raise UnplannableError(f"it contains '{target.name()}'")
+        return super().call_function(target, args, kwargs)
+
+    def _note(self, out: Tensor, call: Call, tap: Tapped, *extras: Tensor) -> Tensor:
+        """In the place of a tap."""
+        assert self.node is not None
+        out = out.reshape(call.shape)
+        device = out.device.type
+        with torch._C.DisableTorchFunction(), torch.autocast(device, enabled=False):
+            pairs = tap.records(call, torch.empty_like(out))
+        raw = not all(isinstance(r, (Dense, Aligned, Pair, Lookup)) for _, r in pairs)
+        constants = [x for i, x in enumerate(call.leaves) if i not in tap.batched]
+        if raw and any(isinstance(x, FakeTensor) for x in constants):
+            raise UnplannableError(f"'{call.name}' needs what is known only when it runs")
+        sent = [t for _, r in pairs for t in r.tensors()]
+        if raw:
+            sent = [out, *(call.leaves[i] for i in tap.batched)]
+        index = self.capture.calls - 1
+        slots = tuple(Slot.like(t) for t in sent)
+        opened, records = tuple(self.capture.opened), tuple(_bare_record(p) for p in pairs)
+        bare = replace(tap, micro=MicroBatch(call.B))
+        meeting = Meeting(index, _bare(call), bare, opened, records, raw, slots)
+        self.meetings.setdefault(self.node.name, []).append(meeting)
+        return out
+
+
+def is_number(x: Any) -> bool:
+    """A plain number that travels as a tensor, as torch.compile(dynamic=True) has it."""
+    return isinstance(x, Tensor) and x.ndim == 0 and x.device.type == "cpu" and not x.requires_grad
+
+
+def fix_numbers(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Write such numbers where the graph asks for them: a plan is for these only."""
+    places = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    known = {n: x.item() for n, x in zip(places, inputs, strict=True) if is_number(x)}
+    asked = [n for n in gm.graph.nodes if n.op == "call_method" and n.target == "item"]
+    numbers = {n: known[n.args[0]] for n in asked if n.args[0] in known}
+    for node in gm.graph.nodes if numbers else ():
+        node.args = fx.map_arg(node.args, lambda n: numbers.get(n, n))
+        node.kwargs = fx.map_arg(node.kwargs, lambda n: numbers.get(n, n))
+    for node in numbers:
+        gm.graph.erase_node(node)
+
+
+def _view_of(out: Tensor, t: Any) -> bool:
+    """The same memory, seen differently."""
+    real = isinstance(t, Tensor) and not isinstance(t, FakeTensor)
+    return (
+        real
+        and not isinstance(out, FakeTensor)
+        and out.untyped_storage().data_ptr() == t.untyped_storage().data_ptr()
+    )
+
+
+def _bare(call: Call) -> Call:
+    """Without the tensors that have no data."""
+    leaves = tuple(None if isinstance(x, FakeTensor) else x for x in call.leaves)
+    return replace(call, leaves=leaves)
+
+
+def _bare_record(pair: tuple[Node, Record]) -> tuple[Node, Record]:
+    node, record = pair
+    return node, record.map(lambda t: torch.empty(0))

@@ -1,0 +1,304 @@
+"""The command line: thin wrappers around ``open_run``, ``metrics`` and ``report``."""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import pandas as pd
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from inrun import __version__, keeplist
+from inrun import open as open_run
+from inrun.bench.command import bench
+from inrun.console import Force, Json, console, excerpt, plain_errors, safe, say
+from inrun.console import as_json as json_text
+from inrun.ledger.command import repair_command
+from inrun.ledger.records import LedgerError
+from inrun.output import check_output, write_output
+from inrun.report import metrics
+from inrun.report.examples import load_examples
+from inrun.reproduce import reproduce
+from inrun.variants.command import variants
+
+if TYPE_CHECKING:
+    from inrun.ledger.saved import SavedRun
+
+app = typer.Typer(
+    name="inrun",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="What each training example did to your model, from the ledger of a watched run. "
+    "Start with `inrun info RUN`, then `inrun report RUN`.",
+)
+
+
+class By(str, Enum):
+    value = "value"
+    harm = "harm"
+
+
+class Which(str, Enum):
+    bottom = "bottom"
+    top = "top"
+    random = "random"
+
+
+class Task(str, Enum):
+    digits = "digits"
+    text = "text"
+
+
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Ledger folder: watch(..., out=RUN).")]
+Estimator = Annotated[
+    str | None, typer.Option(help="One of the run's estimators; the first by default.")
+]
+Examples = Annotated[
+    Path | None,
+    typer.Option(help="What the ids stand for: .jsonl, .csv, .parquet, .npz or a dataset folder."),
+]
+Rank = Annotated[
+    By, typer.Option(help="value: credit for the loss; harm: how often and much it hurt.")
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"inrun {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+@plain_errors
+def info(run: RunPath, estimator: Estimator = None, as_json: Json = False) -> None:
+    """What was run, how much is on record, and whether the values add up.
+
+    explained = sum of values / batch share over the audited steps: 100 % means that the values add
+    up to what the batches did. The momentum share is what momentum and decay did; nobody gets it.
+    """
+    from inrun.report.facts import describe, facts_of
+
+    saved = open_run(run)
+    facts = facts_of(saved, estimator)
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), title=Text(safe(run)))
+    table.title_justify = "left"
+    for name, text in describe(facts).items():
+        table.add_row(Text(name, "dim"), Text(safe(text)))
+    say(as_json, facts | {"info": saved.info}, table)
+
+
+@app.command()
+@plain_errors
+def top(
+    run: RunPath,
+    n: Annotated[int, typer.Option("-n", min=1, help="How many.")] = 20,
+    worst: Annotated[bool, typer.Option("--worst", help="Lowest values first.")] = False,
+    by: Rank = By.value,
+    target: Annotated[str | None, typer.Option(help="Only this target.")] = None,
+    examples: Examples = None,
+    estimator: Estimator = None,
+    as_json: Json = False,
+) -> None:
+    """The examples that helped most, with --worst those that hurt most.
+
+    --by harm lists the suspects: most harm first, with or without --worst. Harm adds up, over steps
+    and targets, how far below its batch an example was; a suspect is a reason to look, not a proof.
+    """
+    saved = open_run(run)
+    table = saved.top(n, by.value, target, worst, estimator)
+    if examples is not None and len(table):
+        shown = load_examples(examples, table["id"].tolist()).drop(columns="image")
+        shown = shown.dropna(axis=1, how="all").astype({"id": table["id"].dtype})
+        table = table.merge(shown, on="id", how="left")
+    names = [c for c in table.columns if c != "scored"]
+    grid = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in names:
+        words = name in ("id", "text", "label", "group")
+        grid.add_column(name, justify="left" if words else "right", no_wrap=name != "text")
+    for row in table[names].itertuples(index=False):
+        grid.add_row(*(Text(_cell(name, x)) for name, x in zip(names, row, strict=True)))
+    say(as_json, table.to_dict("records"), grid)
+
+
+@app.command()
+@plain_errors
+def compare(
+    run_a: Annotated[Path, typer.Argument(metavar="RUN_A")],
+    run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="May be the same folder.")],
+    k: Annotated[int | None, typer.Option("-k", help="Bottom k; a tenth by default.")] = None,
+    by: Rank = By.value,
+    estimator: Annotated[str | None, typer.Option(help="Estimator of RUN_A (and RUN_B).")] = None,
+    estimator_b: Annotated[str | None, typer.Option(help="Estimator of RUN_B, if another.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Do two runs agree? Pearson, Spearman and the overlap of the bottom k examples.
+
+    Over the examples that both scored. With --by harm the bottom are those of most harm. By chance
+    the overlap would be k divided by the number of examples.
+    """
+    a, b = (
+        _scores(open_run(path), by, name).dropna()
+        for path, name in ((run_a, estimator), (run_b, estimator_b or estimator))
+    )
+    if a["id"].dtype != b["id"].dtype:
+        raise LedgerError(f"{run_a} and {run_b} have different kinds of ids (int and str)")
+    both = a.merge(b, on="id", suffixes=("_a", "_b"))
+    if len(both) < 2:
+        raise LedgerError(f"{run_a} and {run_b} share {len(both)} scored examples: too few")
+    x, y = both["score_a"], both["score_b"]
+    count = k if k is not None else max(1, len(both) // 10)
+    result = {
+        "examples": len(both),
+        "pearson": metrics.pearson(x, y),
+        "spearman": metrics.spearman(x, y),
+        "k": count,
+        "bottom_overlap": metrics.bottom_overlap(x, y, count),
+        "bottom_overlap_by_chance": count / len(both),
+    }
+    say(
+        as_json,
+        result,
+        f"{len(both):,} examples in both\nPearson   {result['pearson']:.3f}\n"
+        f"Spearman  {result['spearman']:.3f}\nbottom {count:,} in common: "
+        f"{result['bottom_overlap']:.1%} (by chance {result['bottom_overlap_by_chance']:.1%})",
+    )
+
+
+@app.command()
+@plain_errors
+def prune(
+    run: RunPath,
+    ratio: Annotated[float, typer.Option(help="Share of the examples to remove, in (0, 1).")],
+    which: Annotated[Which, typer.Option(help="Which end to remove.")] = Which.bottom,
+    by: Rank = By.value,
+    seed: Annotated[int, typer.Option(help="For --which random.")] = 0,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Ids to keep: .parquet, .csv, .json or .txt.")
+    ] = Path("keep.parquet"),
+    force: Force = False,
+    estimator: Estimator = None,
+    as_json: Json = False,
+) -> None:
+    """Write the ids to keep after removing the worst (best, random) share of the examples.
+
+    With --by harm, bottom removes those of most harm. Examples that were never scored are kept:
+    nothing is known against them.
+    """
+    if not 0 < ratio < 1:
+        raise LedgerError(f"--ratio must lie between 0 and 1, not {ratio:g}")
+    if output.suffix not in keeplist.SUFFIXES:
+        raise LedgerError(f"{output}: write .parquet, .csv, .json or .txt")
+    check_output(output, force=force)
+    table = _scores(open_run(run), by, estimator)
+    wanted = round(ratio * len(table))
+    if which is Which.random:
+        known = table["score"].dropna().index.to_numpy()
+        pool = np.random.default_rng(seed).permutation(known)
+    else:
+        order = table["score"].sort_values(ascending=which is Which.bottom, kind="stable")
+        pool = order.dropna().index.to_numpy()
+    keep = table[~table.index.isin(pool[:wanted])][["id"]]
+    write_output(output, keeplist.write_ids(keep["id"].tolist(), output.suffix), force)
+    removed = len(table) - len(keep)
+    how = "at random" if which is Which.random else f"{which.value}, by {by.value}"
+    result = {"examples": len(table), "removed": removed, "kept": len(keep), "output": str(output)}
+    say(
+        as_json,
+        result,
+        f"{removed:,} of {len(table):,} examples removed ({how}); "
+        f"{len(keep):,} ids to keep in {safe(output)}",
+    )
+
+
+@app.command()
+@plain_errors
+def report(
+    run: RunPath,
+    examples: Examples = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="HTML file; report.html by default.")
+    ] = None,
+    force: Force = False,
+    estimator: Estimator = None,
+    as_json: Json = False,
+) -> None:
+    """One HTML file to look at the run: best, worst and suspect examples, and does it add up?
+
+    Self-contained: no network, opens from disk, can be mailed. With --examples it shows the text or
+    image, label and group of each id. An earlier report.html is replaced, any other file only with
+    --force.
+    """
+    from inrun.report import is_report, write_report
+
+    file = output or Path("report.html")
+    ours = is_report if output is None else lambda path: False
+    check_output(file, inputs=[examples], force=force, ours=ours)
+    size = write_report(open_run(run), file, examples, estimator, force or output is None)
+    say(as_json, {"output": str(file), "bytes": size}, f"{safe(file)} ({size / 1e6:.1f} MB)")
+
+
+@app.command()
+@plain_errors
+def demo(
+    task: Annotated[Task, typer.Option(help="What to train.")] = Task.digits,
+    out: Annotated[
+        Path | None, typer.Option(help="Ledger folder; runs/demo-TASK by default.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of data, model and order.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="digits: mean over so many seeds.")] = 1,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Passes over the training data.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a small model, watched, and see what its examples did. One or two minutes.
+
+    digits: a ConvNet on handwritten digits, a tenth of whose labels were flipped. Who finds them,
+    and does it help to remove the suspects? text: a small GPT on the documentation of Python. Which
+    passages taught it the answer to a question? Both write a ledger and a report to look at.
+    """
+    from inrun.demo import run_demo
+
+    shown = console(stderr=as_json)
+    result = run_demo(task.value, out, seed=seed, seeds=seeds, epochs=epochs, console=shown)
+    if as_json:
+        typer.echo(json_text(result))
+
+
+app.command()(plain_errors(bench))
+app.command("repair")(plain_errors(repair_command))
+app.command()(plain_errors(reproduce))
+app.command()(plain_errors(variants))
+
+
+def _scores(saved: SavedRun, by: By, estimator: str | None) -> pd.DataFrame:
+    """id and score, where higher is better: value, or minus harm."""
+    if by is By.harm:
+        table = saved.harm(estimator)
+        return pd.DataFrame({"id": table["id"], "score": -table["harm"]})
+    table = saved.values(estimator)
+    return pd.DataFrame({"id": table["id"], "score": table["value"]})
+
+
+def _cell(name: str, x: Any) -> str:
+    if isinstance(x, float):
+        return "" if math.isnan(x) else f"{x:.4g}"
+    if x is None:
+        return ""
+    return safe(x, 200) if name == "id" else excerpt(x)  # two ids never look the same

@@ -1,0 +1,1 @@
+"""Slow, obvious definitions: the oracle of the tests and of ``run.check()``."""

@@ -1,0 +1,1 @@
+"""What is recorded: in memory and on disk."""

@@ -1,0 +1,239 @@
+"""The two files of a part: what is in them, made of records, and opened only if they are whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from inrun.ledger import files
+from inrun.ledger.manifest import KINDS, Part
+from inrun.ledger.records import Audit, LedgerError, StepRecord, step_row
+
+LOSSES = ("loss_before", "loss_without_batch", "loss_with_batch")
+RUN = "inrun.run.run"  # in the footers of both files: the run they belong to
+VALUES, STEPS = "inrun.values.sha256", "inrun.steps.sha256"  # in that of steps, for `inrun repair`
+
+
+@dataclass(frozen=True)
+class Row:
+    """A record waiting for the next flush, copied and checked."""
+
+    record: StepRecord
+    ids: pa.Array
+    values: np.ndarray | None  # [E·Q, B] float64
+
+    @property
+    def bytes(self) -> int:
+        return self.ids.nbytes + (0 if self.values is None else self.values.nbytes)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of both files, from the names of estimators and targets."""
+
+    estimators: tuple[str, ...]
+    targets: tuple[str, ...]
+
+    def values(self, estimator: int) -> list[str]:
+        """The columns of one estimator, one per target."""
+        Q = len(self.targets)
+        return file_columns(self.estimators, self.targets)[estimator * Q : (estimator + 1) * Q]
+
+    def schema(self, kind: str, ids: str | None) -> pa.Schema:
+        """What a file of this kind must look like."""
+        if kind == "values":
+            names = file_columns(self.estimators, self.targets)
+            head = [("step", pa.int64()), ("id", pa.string() if ids == "string" else pa.int64())]
+            return pa.schema([*head, ("weight", pa.float64()), *((n, pa.float64()) for n in names)])
+        names = file_columns(["sum"], self.estimators) + file_columns(LOSSES, self.targets)
+        head = [
+            ("step", pa.int64()), ("lr", pa.float64()), ("examples", pa.int64()),
+            ("weight", pa.float64()), ("scored", pa.bool_()), ("missed", pa.float64()),
+            ("void", pa.string()),
+        ]  # fmt: skip
+        return pa.schema([*head, *((n, pa.float64()) for n in names)])
+
+
+def file_columns(heads: Sequence[str], tails: Sequence[str]) -> list[str]:
+    """Column names ``head:tail``, only ``head`` where there is one tail.
+
+    DuckDB and Spark do not tell "a" from "A": a name that differs only in case gets a number.
+    """
+    names: list[str] = []
+    taken: set[str] = {"step", "id", "weight"}
+    for head in heads:
+        for tail in tails:
+            base = f"{head}:{tail}" if len(tails) > 1 else head
+            name, n = base, 2
+            while name.casefold() in taken:
+                name, n = f"{base}~{n}", n + 1
+            taken.add(name.casefold())
+            names.append(name)
+    return names
+
+
+# -- from records -----------------------------------------------------------------------------
+
+
+def values_table(rows: Sequence[Row], columns: Columns, kind_of_ids: str | None) -> pa.Table:
+    schema = columns.schema("values", kind_of_ids)
+    sizes = [len(row.ids) for row in rows]
+    V = [np.full((len(schema) - 3, n), np.nan) for n in sizes]
+    V = [v if row.values is None else row.values for v, row in zip(V, rows, strict=True)]
+    weight = [np.nan if row.values is None else row.record.weight for row in rows]
+    ids = [row.ids for row in rows if len(row.ids)] or [pa.array([], schema.field("id").type)]
+    data = [
+        pa.array(np.repeat(np.array([row.record.step for row in rows], np.int64), sizes)),
+        pa.chunked_array(ids),
+        pa.array(np.repeat(np.array(weight, np.float64), sizes), from_pandas=True),
+        *(pa.array(v, from_pandas=True) for v in np.concatenate(V, axis=1)),
+    ]
+    return pa.table(data, schema=schema)
+
+
+def steps_table(rows: Sequence[Row], columns: Columns) -> pa.Table:
+    records = [row.record for row in rows]
+    data: list[Any] = [
+        [r.step for r in records],
+        [float(r.lr) for r in records],
+        [len(r.ids) for r in records],
+        [float(r.weight) for r in records],
+        [r.values is not None for r in records],
+        [float(r.missed) for r in records],
+        [r.void for r in records],
+    ]
+    for e in range(len(columns.estimators)):
+        sums = np.array([step_row(r, e)["sum"] for r in records], np.float64)
+        data.append(pa.array(sums, from_pandas=True))
+    A = np.array([_losses(r.audit, len(columns.targets)) for r in records])  # [steps, 3·Q]
+    data += [pa.array(loss, from_pandas=True) for loss in A.T]
+    schema = columns.schema("steps", None)
+    arrays = [pa.array(x, f.type) for x, f in zip(data, schema, strict=True)]
+    return pa.table(arrays, schema=schema)
+
+
+def content_hash(steps: pa.Table) -> str:
+    """SHA-256 of what a steps table says, however its file is laid out."""
+    digest = hashlib.sha256()
+    for name, column in zip(steps.column_names, steps.columns, strict=True):
+        digest.update(name.encode())
+        if pa.types.is_string(column.type):
+            digest.update(json.dumps(column.to_pylist()).encode())
+        else:
+            digest.update(np.ascontiguousarray(column.to_numpy()).tobytes())
+    return digest.hexdigest()
+
+
+def flat_values(record: StepRecord, columns: Columns) -> np.ndarray | None:
+    """A copy of the values of a step, [E·Q, B] float64; a wrong shape is refused."""
+    if record.values is None:
+        return None
+    E, Q, B = shape = (len(columns.estimators), len(columns.targets), len(record.ids))
+    if record.values.shape != shape:
+        raise LedgerError(
+            f"step {record.step}: values have shape {record.values.shape}, not {shape} "
+            "(estimators, targets, examples)"
+        )
+    return np.array(record.values, np.float64).reshape(E * Q, B)
+
+
+def _losses(audit: Audit | None, Q: int) -> np.ndarray:
+    if audit is None:
+        return np.full(3 * Q, np.nan)
+    return np.concatenate([audit.before, audit.without_batch, audit.with_batch]).astype(np.float64)
+
+
+def as_ids(ids: Any) -> pa.Array:
+    """Ids as an Arrow array of int64 or string; anything else, or a mixture, is refused."""
+    array = np.asarray(ids)
+    try:
+        if array.dtype.kind in "iu":
+            return pa.array(array).cast(pa.int64())
+        kinds = {type(x).__name__ for x in array.tolist()}
+        if kinds <= {"int"}:
+            return pa.array(array.tolist(), pa.int64())
+        if kinds == {"str"}:
+            return pa.array(array.tolist(), pa.string())
+    except (pa.ArrowException, OverflowError, UnicodeError) as error:
+        raise LedgerError(f"ids must fit int64 or be valid text: {error}") from None
+    raise LedgerError(f"ids must be all int or all str, got {' and '.join(sorted(kinds))}")
+
+
+# -- from disk --------------------------------------------------------------------------------
+
+_verified: set[tuple[Any, ...]] = set()  # files whose checksum this process has verified
+RACY = 2_000_000_000  # ns; a file younger than this may change again under the same time stamp
+
+
+def verify(folder: Path, kind: str, part: Part) -> None:
+    """Refuse a file that is not byte for byte what the manifest says. Errors name the file."""
+    file, at = folder / kind / f"{part.name}.parquet", KINDS.index(kind)
+    files.stay_inside(file.parent, folder)
+    files.stay_inside(file, folder)
+    size, sha256 = part.bytes[at], part.sha256 and part.sha256[at]
+    try:
+        found = os.stat(file)  # noqa: PTH116
+        if not stat.S_ISREG(found.st_mode):
+            raise damaged(folder, file, "is no plain file")
+        if found.st_size != size:
+            raise damaged(folder, file, f"is damaged: {found.st_size} of {size} bytes")
+        if sha256 is None:
+            return
+        key = (found.st_dev, found.st_ino, size, found.st_mtime_ns, sha256)
+        if key in _verified:
+            return
+        if files.sha256_of(file) != sha256:
+            raise damaged(folder, file, "is damaged: its content does not match its checksum")
+    except FileNotFoundError:
+        raise damaged(folder, file, "is missing") from None
+    except OSError as error:
+        raise damaged(folder, file, f"cannot be read: {_line(error)}") from error
+    if time.time_ns() - found.st_mtime_ns > RACY:
+        _verified.add(key)
+
+
+def open_part(folder: Path, kind: str, part: Part, schema: pa.Schema) -> pq.ParquetFile:
+    """One file of a part that was verified, if its rows and columns are the expected ones."""
+    file = folder / kind / f"{part.name}.parquet"
+    rows = part.rows if kind == "values" else part.steps
+    try:
+        source = pq.ParquetFile(pa.OSFile(str(file)), page_checksum_verification=True)
+        found, count = source.schema_arrow, source.metadata.num_rows
+    except FileNotFoundError:
+        raise damaged(folder, file, "is missing") from None
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise damaged(folder, file, f"cannot be read: {_line(error)}") from error
+    if count != rows:
+        raise damaged(folder, file, f"is damaged: {count} rows, not {rows}")
+    if rows and not found.equals(schema):
+        raise damaged(folder, file, f"is damaged: {_difference(found, schema)}")
+    return source
+
+
+def damaged(folder: Path, file: Path, what: str) -> LedgerError:
+    return LedgerError(
+        f"{file} {what}. `inrun repair {folder}` sets a damaged part aside, so that the others can "
+        "be read, and says which steps are gone"
+    )
+
+
+def _difference(found: pa.Schema, wanted: pa.Schema) -> str:
+    for a, b in zip(found, wanted, strict=False):
+        if a != b:
+            return f"a column is {a.name!r} ({a.type}), not {b.name!r} ({b.type})"
+    return f"{len(found)} columns, not {len(wanted)}"
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,65 @@
+"""Ledgers on disk: ``Store`` for the run that writes one, ``open_run`` for whoever reads it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+
+from inrun.ledger.records import Tables, audit_summary
+from inrun.ledger.writer import Store
+
+__all__ = ["SavedRun", "Store", "open_run"]
+
+
+class SavedRun(Tables):
+    """A finished or still running run, read from its ledger: the tables of the live ``Run``.
+
+    Estimators go by name; None is the first that the run recorded.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = self._ledger = store
+        self.path = store.path
+        self.info: dict[str, Any] = store.info
+        self.targets: list[str] = store.targets
+        self.estimators: list[str] = store.estimators
+        self._names = store.estimators
+
+    def __repr__(self) -> str:
+        from inrun.console import safe  # names of somebody else's ledger
+
+        return f"<inrun run {str(self.path)!r}: {safe(', '.join(self.estimators))}>"
+
+    def history_batches(
+        self, estimator: str | None = None, rows: int = 1_000_000
+    ) -> Iterator[pd.DataFrame]:
+        """``history`` in pieces, for a ledger larger than memory."""
+        return self._store.history_batches(self._index(estimator), rows)
+
+    def top(
+        self,
+        n: int = 20,
+        by: str = "value",
+        target: str | None = None,
+        worst: bool = False,
+        estimator: str | None = None,
+    ) -> pd.DataFrame:
+        """The n best (``worst``: lowest) examples by value, or those of most harm."""
+        return self._store.top(self._index(estimator), n, by, target, worst)
+
+    def summary(self, estimator: str | None = None) -> dict[str, float]:
+        """Do the values add up? The audited steps summed."""
+        return audit_summary(self.steps(estimator))
+
+    def coverage(self) -> pd.DataFrame:
+        """One row per parameter: is it scored, and how (empty if the run did not note it)."""
+        coverage = self.info.get("coverage") or {}
+        return pd.DataFrame(coverage.get("parameters", []))
+
+
+def open_run(path: str | os.PathLike[str]) -> SavedRun:
+    """Open a ledger folder for reading, also while its run goes on."""
+    return SavedRun(Store.open(path))

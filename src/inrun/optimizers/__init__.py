@@ -1,0 +1,39 @@
+"""Optimizer rules: what a step does with the gradient, and how credit flows back through it.
+
+Importing this package registers the rules of `torch.optim`.
+"""
+
+from inrun.optimizers import (  # noqa: F401  (each registers its rules)
+    adafactor,
+    adam,
+    adam_relatives,
+    adaptive,
+    muon,
+    refused,
+    sgd,
+)
+from inrun.optimizers.base import (
+    LinearMap,
+    Options,
+    Rule,
+    State,
+    UpdateMap,
+    decoupled_decay,
+    no_decay,
+    refuse_optimizer,
+    register_optimizer,
+    rule_for,
+)
+
+__all__ = [
+    "LinearMap",
+    "Options",
+    "Rule",
+    "State",
+    "UpdateMap",
+    "decoupled_decay",
+    "no_decay",
+    "refuse_optimizer",
+    "register_optimizer",
+    "rule_for",
+]

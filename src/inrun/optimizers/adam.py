@@ -1,0 +1,169 @@
+"""Adam and AdamW, with closed forms of the secant and of the derivative.
+
+Symbols: η ``lr``, β₁, β₂ ``betas``, m ``exp_avg``, v ``exp_avg_sq``, ε ``eps``; c₁ = 1 − β₁ᵗ and
+c₂ = 1 − β₂ᵗ correct the bias at step t = ``step`` + 1. ĝ = σg + ĝ₀ with σ = −1 under ``maximize``
+and ĝ₀ = ``weight_decay``·w for L2 decay; decoupled decay leaves ĝ₀ = 0. At ĝ the moments are
+
+    a = β₁m + (1−β₁)ĝ,     b = β₂v + (1−β₂)ĝ²,     r = √b / √c₂
+
+(amsgrad: max(``max_exp_avg_sq``, b) in the place of b), and the step subtracts (η/c₁)·a/(r+ε).
+Index 0 marks the same quantities at g = 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW
+
+from inrun.kernels import Numbers
+from inrun.optimizers.base import (
+    Options,
+    State,
+    decoupled_decay,
+    divided_difference,
+    learning_rate,
+    register_optimizer,
+)
+from inrun.optimizers.common import (
+    Scalar,
+    average,
+    effective_gradient,
+    has_l2,
+    ratio,
+    scalar,
+    sign,
+    step_count,
+)
+
+
+@dataclass(frozen=True)
+class _Scalars:
+    beta1: Scalar
+    beta2: Scalar
+    eps: float
+    size: Scalar  # η / c₁
+    c2: Scalar
+
+
+def _scalars(g: Tensor, s: State, o: Options) -> _Scalars:
+    beta1, beta2 = (scalar(b) for b in o["betas"])
+    in_tensor = bool((o.get("capturable") or o.get("differentiable")) and not o.get("fused"))
+    t = step_count(s, o, g, in_tensor=in_tensor)
+    return _Scalars(beta1, beta2, o["eps"], learning_rate(o) / (1 - beta1**t), 1 - beta2**t)
+
+
+def _largest(b: Tensor, s: State, o: Options) -> Tensor:
+    largest = s.get("max_exp_avg_sq") if o["amsgrad"] else None
+    return b if largest is None else torch.maximum(largest, b)
+
+
+def quotient(
+    end: Tensor, slope: Scalar, start: Tensor, rho: Tensor, r0: Tensor, r: Tensor, eps: float
+) -> Tensor:
+    """The secant of (``start`` + slope·ĝ)/(r+ε), ρ = (r − r₀)/ĝ; 0 where v and ĝ are."""
+    K = (slope - rho * start / (r0 + eps)) / (r + eps)
+    return torch.where((end == 0) & (r == 0), 0.0, K)
+
+
+def factor(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
+    """The secant, with no difference of nearly equal numbers (ĝ₀ = 0):
+
+        K = σ(η/c₁) [ (1−β₁) − ρ·β₁m/(r₀+ε) ] / (r+ε),
+        ρ = (r − r₀)/ĝ = (1−β₂)ĝ / (c₂(r+r₀)).
+
+    amsgrad multiplies ρ by the share of the change of b that raises the maximum. K = 0 where
+    v = ĝ = 0. L2 decay moves both ends of the secant by ĝ₀, and near the first step they then lie
+    on the same side of what is almost a sign function: the float64 difference serves there.
+    """
+    if has_l2(o):
+        return divided_difference(adam, g, w, s, o)
+    c = _scalars(g, s, o)
+    zero = torch.zeros_like(g)
+    m, v = s.get("exp_avg", zero), s.get("exp_avg_sq", zero)
+    end = effective_gradient(g, w, o)
+    b0, rise = c.beta2 * v, (1 - c.beta2) * end * end
+    top0, top = _largest(b0, s, o), _largest(b0 + rise, s, o)
+    r0, r = (top0 / c.c2).sqrt(), (top / c.c2).sqrt()
+    rho = ratio((1 - c.beta2) * end / c.c2, r + r0)
+    if o["amsgrad"]:
+        rho = rho * torch.where(top0 > b0, ratio(top - top0, rise).clamp(max=1), 1.0)
+    return quotient(end, 1 - c.beta1, c.beta1 * m, rho, r0, r, c.eps) * (sign(o) * c.size)
+
+
+def derivative(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
+    """The diagonal of J, with the ĝ² of numerator and denominator cancelled by hand:
+
+        J = σ(η/c₁) [ (1−β₁)(β₂v + c₂εr) − β₁(1−β₂)mĝ ] / (c₂ r (r+ε)²);
+
+    where amsgrad's maximum does not follow b, J = σ(η/c₁)(1−β₁)/(r+ε). J = 0 where v = ĝ = 0.
+    """
+    c = _scalars(g, s, o)
+    zero = torch.zeros_like(g)
+    m, v = s.get("exp_avg", zero), s.get("exp_avg_sq", zero)
+    end = effective_gradient(g, w, o)
+    b = average(v, end * end, c.beta2)
+    top = _largest(b, s, o)
+    r = (top / c.c2).sqrt()
+    slope = (1 - c.beta1) * (c.beta2 * v + c.c2 * c.eps * r) - c.beta1 * (1 - c.beta2) * m * end
+    J = ratio(slope / c.c2, r) / (r + c.eps) ** 2
+    J = torch.where(top > b, (1 - c.beta1) / (r + c.eps), J)
+    return sign(o) * c.size * J
+
+
+def fused(o: Options) -> Numbers | None:
+    """For the kernel that computes the same for all parameters at once."""
+    in_tensor = (o.get("capturable") or o.get("differentiable")) and not o.get("fused")
+    if in_tensor or has_l2(o) or o["amsgrad"] or o["maximize"]:
+        return None
+    return (*o["betas"], o["eps"], learning_rate(o), decoupled_decay(o))
+
+
+def shift(g: Tensor, w: Tensor, s: State, o: Options, x: float) -> tuple[Tensor, Tensor] | None:
+    """The weights at x on the path and the secant: the formulas above with each quantity computed
+    once and in place, r, r₀ and ε in units of √(β₂/c₂). None for what ``fused`` does not accept,
+    at the first step, where β₂ = 0, and where a number is in a tensor (the step: on a device)."""
+    numbers, step = fused(o), s.get("step")
+    if numbers is None or "exp_avg" not in s or any(map(torch.is_tensor, numbers)):
+        return None
+    beta1, beta2, eps, lr, decay = numbers
+    if beta2 == 0 or (isinstance(step, Tensor) and step.device.type != "cpu"):
+        return None
+    t, v = step_count(s, o, g, in_tensor=False), s["exp_avg_sq"]
+    unit, a2 = (beta2 / (1 - beta2**t)) ** 0.5, (1 - beta2) / beta2
+    size, eps = lr / (1 - beta1**t) / unit, eps / unit
+    r = torch.addcmul(v, g, g, value=a2).sqrt_()
+    r0 = v.sqrt()
+    both = r + r0
+    still = None
+    # zeros are looked for where that is no waiting for a device, and masked where there may be some
+    if both.device.type != "cpu" or not both.numel() or not float(both.min()) > 0:
+        still = both == 0
+        both.clamp_(min=torch.finfo(g.dtype).tiny)
+    without = s["exp_avg"] / r0.add_(eps)
+    full = torch.full((), (1 - beta1) * size, dtype=g.dtype, device=g.device)
+    rise = torch.mul(g, without, out=r0)
+    K = torch.addcdiv(full, rise, both, value=-a2 * beta1 * size, out=both).div_(r.add_(eps))
+    if still is not None:
+        K.masked_fill_(still, 0.0)
+    moved = (w.to(g.dtype) * decay).add_(without, alpha=-beta1 * size)
+    return moved.addcmul_(K, g, value=-x), K
+
+
+_CLOSED = {
+    "decay": decoupled_decay, "factor": factor, "derivative": derivative, "fused": fused,
+    "shift": shift, "elementwise": True,
+}  # fmt: skip
+
+
+@register_optimizer(Adam, **_CLOSED)
+@register_optimizer(AdamW, **_CLOSED)
+def adam(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
+    """(η/c₁)·a/(r+ε): see the top of this file."""
+    c = _scalars(g, s, o)
+    end = effective_gradient(g, w, o)
+    a = average(s.get("exp_avg"), end, c.beta1)
+    b = _largest(average(s.get("exp_avg_sq"), end * end, c.beta2), s, o)
+    return c.size * (a / (b.sqrt() / c.c2**0.5 + c.eps))

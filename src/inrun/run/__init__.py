@@ -1,0 +1,1 @@
+"""The training loop's side: ``watch``, ``Run``, what they accept and what they refuse."""

@@ -1,0 +1,232 @@
+"""One line that says how a run is doing, and the same numbers for TensorBoard and W&B.
+
+``Run`` keeps a small tally as it records, so that nothing here reads the ledger during training.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
+
+from inrun.ledger.records import StepRecord, step_row
+
+if TYPE_CHECKING:
+    from inrun.run.run import Run
+
+Listener = Callable[["Tally"], None]
+
+
+class Tally:
+    """Running sums over the records of a run, of its first estimator."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Listener] = []
+        self.closers: list[Callable[[], None]] = []
+        self.by_id: dict[Any, float] | None = None  # kept only when somebody asks for ids
+        self.reset()
+
+    def reset(self) -> None:
+        self.last, self.steps, self.scored, self.void, self.rows = -1, 0, 0, 0, 0
+        self.total = 0.0  # sum of all values
+        self.audited, self.credited, self.batch, self.momentum = 0, 0.0, 0.0, 0.0
+        self.loss = float("nan")
+        if self.by_id is not None:
+            self.by_id = {}
+
+    @property
+    def explained(self) -> float:
+        """Sum of values / batch share over the audited steps; NaN before the first audit."""
+        return self.credited / self.batch if self.batch else float("nan")
+
+    def add(self, record: StepRecord) -> None:
+        if record.step <= self.last:  # the run went back to a checkpoint
+            self.reset()
+        row = step_row(record, 0)
+        self.last, self.steps = record.step, self.steps + 1
+        self.void += record.void is not None
+        if record.values is not None:
+            self.scored += 1
+            self.rows += len(record.ids)
+            self.total += row["sum"] * record.weight
+            if record.audit is not None:
+                self.audited += 1
+                self.credited += row["sum"]
+                self.batch += row["batch_share"]
+                self.momentum += row["momentum_share"]
+                self.loss = row["loss"]
+            if self.by_id is not None:
+                values = record.values[0].mean(axis=0) * record.weight
+                for key, value in zip(record.ids.tolist(), values.tolist(), strict=True):
+                    self.by_id[key] = self.by_id.get(key, 0.0) + value
+        for listener in self.listeners:
+            listener(self)
+
+    def close(self) -> None:
+        for closer in self.closers:
+            closer()
+        self.listeners, self.closers = [], []
+
+    def lowest(self, n: int) -> list[tuple[Any, float]]:
+        """The n examples of lowest value so far."""
+        return sorted((self.by_id or {}).items(), key=lambda item: item[1])[:n]
+
+    def line(self) -> str:
+        """How the run is doing, in one line."""
+        if not self.steps:
+            return "nothing recorded yet"
+        parts = [f"step {self.last}", f"{self.rows:,} rows scored", f"sum {self.total:.4g}"]
+        if self.audited:
+            parts.append(f"validation loss {self.loss:.4g}")
+        if np.isfinite(self.explained):
+            parts.append(f"explained {self.explained:.1%} of the batch share")
+        if self.void:
+            parts.append(f"{self.void:,} void")
+        return " · ".join(parts)
+
+
+class Summary:
+    """What makes a run say how it is doing: ``print(run)``, or ``run`` in a notebook cell."""
+
+    _tally_: Tally | None = None
+
+    @property
+    def tally(self) -> Tally:
+        """Running sums since the run began, or was resumed."""
+        if self._tally_ is None:
+            self._tally_ = Tally()
+        return self._tally_
+
+    def __repr__(self) -> str:
+        return f"<inrun: {self.tally.line()}>"
+
+    def _repr_html_(self) -> str:
+        return f"<code>inrun</code> {html.escape(self.tally.line())}"
+
+
+def log(
+    run: Run,
+    *,
+    every: int = 50,
+    line: bool | None = None,
+    tensorboard: Any = None,
+    wandb: Any = None,
+    lowest: int = 5,
+) -> Run:
+    """Say every so many steps how the run is doing. Call it once, after ``watch``.
+
+    Args:
+        run: the run that ``watch`` returned.
+        every: steps between two messages.
+        line: print one line, kept up to date in a terminal or notebook; by default if there is
+            nothing else to log to.
+        tensorboard: a folder, or your own ``SummaryWriter``.
+        wandb: True for the current Weights & Biases run (or a new one), or your own run.
+        lowest: how many of the lowest ids to name; 0 none. Logged are the explained share, the
+            sum of values, batch and momentum share, the validation loss and these ids.
+
+    Returns:
+        The run, so that ``run = inrun.log(inrun.watch(...))`` works.
+    """
+    if every < 1:
+        raise ValueError(f"every={every} must be at least 1")
+    tally, sinks = run.tally, []
+    if tensorboard is not None:
+        writer, ours = _tensorboard(tensorboard)
+        sinks.append(lambda t: _to_tensorboard(writer, t, lowest))
+        tally.closers.append(writer.close if ours else writer.flush)
+    if wandb is not None and wandb is not False:
+        target = _wandb() if wandb is True else wandb
+        sinks.append(lambda t: target.log(_scalars(t) | _named(t, lowest)))
+    if sinks and lowest and tally.by_id is None:
+        tally.by_id = {}
+    if line or (line is None and not sinks):
+        printer = LinePrinter(sys.stdout)
+        sinks.append(lambda t: printer.show(t.line()))
+        tally.closers.append(lambda: printer.end(tally.line()))
+
+    def listen(t: Tally) -> None:
+        if t.steps % every == 0:
+            for sink in sinks:
+                sink(t)
+
+    tally.listeners.append(listen)
+    return run
+
+
+class LinePrinter:
+    """One line that is written over in a terminal or notebook; a line each in a log file."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self.width = stream, 0
+        self.live = stream.isatty() or type(stream).__module__.startswith("ipykernel")
+
+    def show(self, text: str) -> None:
+        if self.live:
+            self.stream.write("\r" + text.ljust(self.width))
+            self.width = len(text)
+        else:
+            self.stream.write(text + "\n")
+        self.stream.flush()
+
+    def end(self, text: str) -> None:
+        self.show(text)
+        if self.live:
+            self.stream.write("\n")
+
+
+def _scalars(t: Tally) -> dict[str, float]:
+    scalars = {"inrun/step": float(t.last), "inrun/sum of values": t.total}
+    if t.audited:
+        scalars |= {
+            "inrun/explained": t.explained,
+            "inrun/batch share": t.batch,
+            "inrun/momentum share": t.momentum,
+            "inrun/validation loss": t.loss,
+        }
+    return {k: v for k, v in scalars.items() if np.isfinite(v)}
+
+
+def _named(t: Tally, n: int) -> dict[str, Any]:
+    """The lowest ids as text, and the lowest value."""
+    found = t.lowest(n)
+    if not found:
+        return {}
+    from inrun.console import safe  # Weights & Biases prints its last words in the terminal
+
+    names = ", ".join(f"{safe(key, 100)} ({value:.2g})" for key, value in found)
+    return {"inrun/lowest ids": names, "inrun/lowest value": found[0][1]}
+
+
+def _to_tensorboard(writer: Any, t: Tally, lowest: int) -> None:
+    for name, value in (_scalars(t) | _named(t, lowest)).items():
+        if isinstance(value, str):
+            writer.add_text(name, value, t.last)
+        elif name != "inrun/step":
+            writer.add_scalar(name, value, t.last)
+
+
+def _tensorboard(target: Any) -> tuple[Any, bool]:
+    """A writer, and whether we opened it and so must close it."""
+    if not isinstance(target, (str, Path)):
+        return target, False
+    try:
+        module = importlib.import_module("torch.utils.tensorboard")
+    except ImportError:
+        raise ImportError(
+            "TensorBoard is not installed: pip install 'inrun[tensorboard]'"
+        ) from None
+    return module.SummaryWriter(str(target)), True
+
+
+def _wandb() -> Any:
+    try:
+        wandb = importlib.import_module("wandb")
+    except ImportError:
+        raise ImportError("Weights & Biases is not installed: pip install 'inrun[wandb]'") from None
+    return wandb.run or wandb.init()

@@ -1,0 +1,183 @@
+"""What ``watch`` refuses before anything begins: each message names the cause and the way out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from inrun.errors import ValidationError
+from inrun.optimizers import rule_for
+from inrun.scoring.direction import Estimator
+
+ONE_PROCESS = (
+    "inrun watches one process yet: train in one process, on the model itself, without the wrapper"
+)
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no module, and modules whose gradients or weights lie in many processes."""
+    if isinstance(model, Optimizer):
+        raise TypeError("watch got the optimizer first: call watch(model, optimizer, ...)")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"watch needs the model as a torch.nn.Module, not a {type(model).__name__}")
+    if why := _many_processes(model):
+        raise TypeError(why)
+    for name, module in model.named_modules():
+        if name and (why := _many_processes(module)):
+            raise TypeError(f"its part '{name}': {why}")
+    for name, p in model.named_parameters():
+        if type(p).__name__ == "DTensor" or type(p.data).__name__ == "DTensor":
+            raise TypeError(
+                f"parameter {name} is a DTensor, spread over processes (fully_shard, FSDP2, or "
+                f"tensor parallelism): each process sees a part of it only. {ONE_PROCESS}"
+            )
+
+
+def _many_processes(module: nn.Module) -> str | None:
+    """Why this module cannot be watched, if it spreads the training over processes or devices."""
+    names = {f"{c.__module__.partition('.')[0]}.{c.__name__}" for c in type(module).__mro__}
+    if names & {"deepspeed.DeepSpeedEngine", "deepspeed.PipelineEngine"}:
+        return (
+            "a DeepSpeed engine keeps gradients and optimizer state for itself, in parts and "
+            "buffers of its own, and steps by engine.step(): what the optimizer receives cannot "
+            f"be seen. {ONE_PROCESS} (engine.module)"
+        )
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        world = torch.distributed.get_world_size(module.process_group)
+        if world > 1:
+            return (
+                "DistributedDataParallel averages the gradients over its "
+                f"{world} processes during backward(): .grad holds the examples of all of them, "
+                f"of which this process sees its own only. {ONE_PROCESS} (ddp.module)"
+            )
+    if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+        return (
+            f"DataParallel runs copies of the model on {len(module.device_ids)} devices, in "
+            "threads, each with a part of the batch: their operations cannot be seen. Train on "
+            "one device, on the model itself (model.module)"
+        )
+    if "torch.FullyShardedDataParallel" in names:
+        return (
+            "FullyShardedDataParallel flattens the parameters and spreads them over processes: "
+            f"each process sees a part of them only. {ONE_PROCESS}"
+        )
+    return None
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuse what has no rule; lists and wrappers are told apart from unknown optimizers."""
+    if isinstance(optimizer, (list, tuple, Mapping)):
+        raise TypeError(
+            f"watch takes one optimizer, not a {type(optimizer).__name__} of {len(optimizer)}. "
+            "Give the parameters to one optimizer, in parameter groups with options of their own, "
+            "or watch one of them: what the others train is listed in run.coverage() as not in "
+            "the optimizer, and nobody is credited for it"
+        )
+    if isinstance(optimizer, nn.Module):
+        raise TypeError("watch got a module as the optimizer: call watch(model, optimizer, ...)")
+    inner = getattr(optimizer, "optimizer", None)
+    kind = type(optimizer).__name__
+    if type(optimizer).__module__.partition(".")[0] == "deepspeed":
+        raise TypeError(
+            f"{kind} is DeepSpeed's: it keeps gradients and optimizer state in parts and buffers "
+            f"of its own, so what it receives cannot be seen. {ONE_PROCESS}, with an optimizer of "
+            "torch"
+        )
+    if isinstance(inner, Optimizer):
+        try:
+            rule_for(optimizer)  # it may have a rule of its own
+            return
+        except TypeError:
+            raise TypeError(
+                f"the optimizer is wrapped, {kind} around {type(inner).__name__}, and inrun must "
+                f"see the step of the {type(inner).__name__} itself: pass optimizer.optimizer to "
+                f"watch and go on calling the {kind} in the training loop. (If it changes the "
+                "update rather than pass it on, it needs a rule: @inrun.register_optimizer)"
+            ) from None
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"watch needs a torch.optim.Optimizer, not a {kind}")
+    rule_for(optimizer)
+
+
+def named_targets(
+    validation: Iterable[Any] | None, targets: Mapping[str, Iterable[Any]] | None
+) -> dict[str, Iterable[Any]]:
+    """The validation data by target name; names are text that a file can hold."""
+    if (validation is None) == (targets is None):
+        raise ValidationError("pass either validation= (one target) or targets= (several by name)")
+    if targets is None:
+        assert validation is not None
+        return {"validation": validation}
+    if not isinstance(targets, Mapping):
+        raise ValidationError(
+            f"targets= takes a dictionary, name → validation data, not a {type(targets).__name__}; "
+            "one target without a name is validation="
+        )
+    named: dict[str, Iterable[Any]] = {}
+    for key, data in targets.items():
+        if isinstance(key, bool) or not isinstance(key, (str, int)):
+            raise ValidationError(f"the target name {key!r} is a {type(key).__name__}: use strings")
+        name = str.__str__(key) if isinstance(key, str) else str(key)
+        if not name.strip():
+            raise ValidationError(f"a target has an empty name ({name!r}): every one needs a name")
+        if name.encode("utf-8", "replace").decode() != name:
+            raise ValidationError(
+                f"the target name {name!r} holds half a surrogate pair, which no file can hold"
+            )
+        if name in named:
+            raise ValidationError(f"targets need different names, but two are called {name!r}")
+        named[name] = data
+    return named
+
+
+def check_estimators(estimator: str | Sequence[str], point: str | None) -> tuple[str, ...]:
+    """The estimators' names: at least one, no two that mean the same."""
+    names = (estimator,) if isinstance(estimator, str) else tuple(estimator)
+    if not names:
+        raise ValueError("estimator=[] records nothing: name at least one, as 'secant'")
+    meaning: dict[tuple[str, str], str] = {}
+    for name in names:
+        if not isinstance(name, str):
+            raise ValueError(f"estimator {name!r} is a {type(name).__name__}: use strings")
+        if name.endswith("+"):
+            raise ValueError(f"estimator {name!r} names no point after the plus")
+        found = Estimator.parse(name, point)
+        same = meaning.setdefault((found.kind, found.point), name)
+        if same is not name or names.count(name) > 1:
+            raise ValueError(
+                f"the estimators {same!r} and {name!r} are the same ({found.kind} at the "
+                f"{found.point} point): name each once"
+            )
+    return names
+
+
+def ignored(patterns: Sequence[str], names: Sequence[str], shared: Mapping[str, str]) -> set[str]:
+    """The parameter names that ``ignore=`` means: names, or patterns such as ``"encoder.*"``.
+
+    ``shared`` has the further names of parameters that occur more than once in the model.
+    """
+    found: set[str] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        hits = [n for n in names if n == pattern] or [n for n in names if fnmatchcase(n, pattern)]
+        if not hits:
+            raise ValueError(_matches_nothing(str(pattern), names, shared))
+        found.update(hits)
+    return found
+
+
+def _matches_nothing(pattern: str, names: Sequence[str], shared: Mapping[str, str]) -> str:
+    message = f"ignore names parameters the model does not have: {pattern!r}"
+    also = next((n for n in shared if n == pattern or fnmatchcase(n, pattern)), None)
+    if also is not None:
+        return f"{message}. {also} is the same parameter as {shared[also]}: name it so"
+    inside = [n for n in names if n.startswith(pattern + ".")]
+    if inside:
+        return f"{message}. It is a module; for all of its parameters write '{pattern}.*'"
+    near = difflib.get_close_matches(pattern, names, 3, 0.4) or list(names[:3])
+    return f"{message}. Near names: {', '.join(near)} (run.coverage() has all)"

@@ -1,0 +1,400 @@
+"""``Run``: the order of the stages of one training step, and nothing else.
+
+capture (forward, backward) → direction (optimizer, validation) → contraction → ledger.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from inrun.capture.capture import Capture
+from inrun.capture.tap import MicroBatch
+from inrun.errors import BatchError
+from inrun.exact.check import PERMUTATIONS, Check
+from inrun.exact.repeat import Recording
+from inrun.ledger.records import Ledger, LedgerError, MemoryLedger, StepRecord, Tables
+from inrun.run.bookkeeping import (
+    Config,
+    EmptyBatches,
+    Unscored,
+    as_ids,
+    coverage_table,
+    describe,
+    held_by,
+    modules_of,
+    scored_parameters,
+    trainable,
+)
+from inrun.run.logging import Summary
+from inrun.run.memory_limit import MemoryLimit
+from inrun.scoring.direction import Estimator
+from inrun.scoring.score import Begun, Pending, Score
+from inrun.scoring.scorer import Scorer
+from inrun.validation.validator import Validator
+
+_WATCHED: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+
+
+class Run(Summary, Tables):
+    """A watched training run. Made by :func:`inrun.watch`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        config: Config,
+        validator: Validator,
+        ledger: Ledger,
+        offload: bool,
+        memory_limit: int | None,
+        max_norm: float | None,
+        scaler: Any,
+        overwrite: bool = False,
+    ) -> None:
+        self.model, self.optimizer, self.config = model, optimizer, config
+        self.estimators = [Estimator.parse(e, config.point) for e in config.estimator]
+        self._names = config.estimator
+        self.targets = [t.name for t in validator.targets]
+        self.params, self._left_out = scored_parameters(model, optimizer, config.ignore)
+        self._trainable = trainable(modules_of(model), optimizer)
+        self.step = 0  # optimizer steps so far
+        self.unwatched = 0  # of these, steps without a batch
+        self._next_audit = 0  # the first scored step from here on is audited
+        self._validator, self._book = validator, ledger
+        self._store: Any = None if isinstance(ledger, MemoryLedger) else ledger
+        self._overwrite, self._loaded, self._described = overwrite, False, False
+        self._scorer = Scorer(
+            model, optimizer, self.params, self.estimators, validator, max_norm, scaler
+        )
+        self._memory = MemoryLimit(memory_limit, offload)
+        self._capture = Capture(
+            model, self.params, batch_dim=config.batch_dim, form=config.form,
+            fast=config.training == "fast", directions=len(self.targets) * len(self.estimators),
+            offload=offload, check_memory=self._account, on_first_gradient=self._first_gradient,
+        )  # fmt: skip
+        self._pending: list[tuple[np.ndarray, MicroBatch | None]] = []
+        self._unsettled: deque[tuple[StepRecord, Pending]] = deque()
+        self._recording = threading.RLock()  # tables may be asked for in another thread
+        self._taking: tuple[StepRecord, Score | Begun] | None = None  # inside optimizer.step()
+        self._empty, self._unscored = EmptyBatches(), Unscored()
+        self._capture.on_empty, self._capture.held = self._empty.ended, held_by(optimizer)
+        self._id_type: type | None = None
+        self._check: Check | None = None
+        if model in _WATCHED or optimizer in _WATCHED:
+            raise RuntimeError(
+                "this model or optimizer is being watched already: close() the other run first; "
+                "several targets or estimators fit into one"
+            )
+        _WATCHED[model] = _WATCHED[optimizer] = None
+        self._depth = 0  # an optimizer whose step() calls its base class's runs the hooks twice
+        before, after = _eager(self._on_step), _eager(self._after_step)
+        self._hooks: list[Any] = [optimizer.register_step_pre_hook(before)]
+        self._hooks.append(optimizer.register_step_post_hook(after))
+
+    # The training loop's side
+
+    @contextmanager
+    def batch(self, ids: Sequence[int] | Sequence[str] | np.ndarray | Tensor) -> Iterator[None]:
+        """Around the forward and backward pass of one batch: ``ids`` names its examples, in order.
+
+        Several batches before one ``optimizer.step()`` are gradient accumulation. An id may occur
+        more than once; its values add up.
+        """
+        if not self._hooks:
+            raise BatchError("this run is closed: watch the model again")
+        if self._capture.live is not None:
+            raise BatchError("run.batch inside run.batch: one batch at a time")
+        array, self._id_type = as_ids(ids, self._id_type)
+        self._depth = 0  # a step that failed left it raised
+        self._give_up_step()
+        self._rescan()
+        if not self._chosen():
+            self._drop_skipped()
+            yield
+            self._pending.append((array, None))
+            self._scorer.accumulated.note(self.params, scored=False)
+            return
+        held = self._memory.held
+        try:
+            with self._recorded(), self._capture.batch(len(array)) as micro:
+                yield
+        except BaseException:
+            self._memory.held = held
+            raise
+        if not self._hooks:  # closed inside the block
+            return
+        if not micro.fired:
+            if self._check is not None:
+                self._check.recordings.pop()
+            return
+        self._pending.append((array, micro))
+        self._scorer.accumulated.note(self.params, audit=self._audited())
+        outsiders = list(self._capture.outsiders.values())
+        if self._unscored.look(self._left_out, outsiders, self.optimizer) and self._described:
+            self._store.update_info(**describe(self.model, self.optimizer, self.coverage()))
+
+    def _recorded(self) -> AbstractContextManager[None]:
+        """For an armed check."""
+        if self._check is None:
+            return nullcontext()
+        recording = Recording(self.model, self.config.batch_dim)
+        self._check.recordings.append(recording)
+        return recording.recording()
+
+    def check(self, permutations: int = PERMUTATIONS) -> Check:
+        """Compare the next scored step with exact Shapley values of this very model.
+
+        The real optimizer takes the step for every coalition of the batch (random permutations
+        above 12 examples), clipping included, and the validation loss is measured. Per-example
+        gradients come from copies of the model that see one row each. The verdict is printed;
+        the returned object holds the numbers.
+        """
+        self._check = Check(permutations=permutations)
+        return self._check
+
+    def close(self) -> None:
+        """Detach. The model and the optimizer are as they were; the tables stay readable.
+
+        Raises LedgerError if records could not be written; call it again once they can.
+        """
+        if self._hooks:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+            _WATCHED.pop(self.model, None)
+            _WATCHED.pop(self.optimizer, None)
+            self._give_up_step()
+            self._settle()
+            self._forget()
+            self._capture.close()
+            self._validator.close()
+            self._scorer.close()
+        try:
+            self._ledger.close()
+        finally:
+            self.tally.close()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def coverage(self) -> pd.DataFrame:
+        """One row per parameter: is it scored, through which operations, in which form."""
+        others = self._left_out | self._unscored.outside
+        return coverage_table(self.params, others, self._capture.keeper.coverage)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the user's checkpoint: where the run stands. Everything recorded is safe first.
+
+        Raises LedgerError if records could not be written; training itself goes on without.
+        """
+        self._ledger.flush()
+        return {
+            "step": self.step,
+            "unwatched": self.unwatched,
+            "next_audit": self._next_audit,
+            "validation": self._validator.state_dict(),
+            "ledger": self._ledger.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint; what was recorded after it is forgotten."""
+        wanted = ("step", "unwatched", "next_audit", "validation", "ledger")
+        if missing := [key for key in wanted if key not in state]:
+            raise LedgerError(
+                f"this is not what run.state_dict() returned: it has no {missing[0]!r}. Keep that "
+                "under a key of its own in the checkpoint and pass it here as it was"
+            )
+        self._ledger.load_state_dict(state["ledger"])  # refuses what is another run's
+        self._ledger.truncate(state["step"])
+        self._forget()
+        self._taking = None
+        self.step, self.unwatched = state["step"], state["unwatched"]
+        self._next_audit = state["next_audit"]
+        self._validator.load_state_dict(state["validation"])
+        self._loaded = True
+
+    # One step
+
+    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Before ``optimizer.step()``: gradients and state are final."""
+        self._depth += 1
+        if self._depth > 1:
+            return None
+        self._give_up_step()
+        changed: tuple[Any, Any] | None = None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+            changed = ((args[0], lambda: result), {})
+            self._depth = 1  # a batch in the closure took it for the rest of a failed step
+        if self._capture.live is not None:
+            raise BatchError("optimizer.step() inside run.batch: step after the with block")
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None and bool(found_inf):  # the fused optimizer will skip this step
+            self._forget()
+            return changed
+        try:
+            with torch.no_grad():
+                self._record()
+        finally:
+            self.step += 1
+            self._forget()
+        return changed
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """After ``optimizer.step()``: the weights are what the step made of them."""
+        self._depth = max(self._depth - 1, 0)
+        if self._depth or self._taking is None:
+            return
+        record, score = self._taking
+        self._taking = None
+        done: Score | Pending
+        with torch.no_grad():
+            done = self._scorer.finish(score) if isinstance(score, Begun) else score
+        with self._recording:
+            self._settle()
+            if isinstance(done, Pending):  # its numbers arrive while the next step runs
+                self._unsettled.append((record, done))
+                return
+            self._append(record, done)
+        if done.audit is not None:
+            every = self.config.audit_every
+            self._next_audit = (record.step // every + 1) * every
+
+    def _record(self) -> None:
+        if not self._pending:
+            self.unwatched += 1
+            if self.unwatched == 1:
+                warnings.warn(
+                    f"optimizer.step() at step {self.step} without run.batch(ids): what it did is "
+                    "credited to nobody. (Said once; run.unwatched counts them.)",
+                    stacklevel=6,
+                )
+            return
+        ids = np.concatenate([i for i, _ in self._pending])
+        micros = [m for _, m in self._pending if m is not None]
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        score: Score | Begun = Score()
+        if len(micros) == len(self._pending):
+            check, self._check = self._check, None
+            with self._capture.validation_sizes(micros):
+                score = self._scorer.begin(self.step, micros, ids, self._audited(), check)
+            self._capture.refuse_unproven(micros)
+        self._begin()
+        record = StepRecord(self.step, ids, None, lr, float(self.config.every))
+        self._taking = record, score
+
+    def _give_up_step(self) -> None:
+        """A step that began and never ended (it raised) is void."""
+        if self._taking is not None:
+            record, _ = self._taking
+            self._taking = None
+            with self._recording:
+                self._settle()
+                self._append(record, Score(void="optimizer.step() did not finish"))
+
+    def _audited(self) -> bool:
+        return self.config.audit_every > 0 and self.step >= self._next_audit
+
+    def _settle(self) -> None:
+        """Write down the steps whose numbers were on their way."""
+        with self._recording:
+            while self._unsettled:
+                record, pending = self._unsettled.popleft()
+                self._append(record, pending.settle())
+
+    def _append(self, record: StepRecord, score: Score) -> None:
+        self._scorer.settled(score)
+        done = replace(
+            record, values=score.values, void=score.void, audit=score.audit, missed=score.missed
+        )
+        self._book.append(done)
+        self.tally.add(done)
+
+    @property
+    def _ledger(self) -> Ledger:  # type: ignore[override]
+        """With every step that was taken in it."""
+        self._settle()
+        return self._book
+
+    def _begin(self) -> None:
+        """Before the first record: a folder is continued, overwritten or refused."""
+        if self._described or self._store is None:
+            return
+        if not self._loaded and self._overwrite:
+            self._store.restart()
+        elif not self._loaded and self._store.last_step >= 0:
+            raise LedgerError(
+                f"{self._store.path} holds steps up to {self._store.last_step} already. To go on, "
+                "call run.load_state_dict(...) with the checkpoint's state; to start again, pass "
+                "watch(..., overwrite=True) or another folder"
+            )
+        self._store.update_info(**describe(self.model, self.optimizer, self.coverage()))
+        self._described = True
+
+    # Bookkeeping
+
+    def _chosen(self) -> bool:
+        """Is this step scored? A coin of its own, the same for all batches of a step."""
+        coin = np.random.default_rng((self.config.seed, self.step))
+        return self.config.every == 1 or int(coin.integers(self.config.every)) == 0
+
+    def _rescan(self) -> None:
+        """Layers may have been frozen or unfrozen, or added to the optimizer."""
+        modules = modules_of(self.model)
+        self._capture.modules = self._validator.modules = modules
+        before, self._trainable = self._trainable, trainable(modules, self.optimizer)
+        if before != self._trainable:
+            found = scored_parameters(self.model, self.optimizer, self.config.ignore)
+            self.params, self._left_out = found
+            self._scorer.params = self.params
+            self._capture.watch(self.params)
+            self._capture.held = held_by(self.optimizer)
+
+    def _drop_skipped(self) -> None:
+        """Captures of a step that never came (GradScaler skipped it): gradients are gone."""
+        if self._pending and self._scorer.accumulated.thrown_away(self.params):
+            self._forget()
+
+    def _first_gradient(self) -> None:
+        """In a batch, before anything is added to .grad."""
+        self._drop_skipped()
+        self._scorer.accumulated.begin(self.params, first=not self._pending)
+
+    def _forget(self) -> None:
+        for _, micro in self._pending:
+            if micro is not None:
+                micro.records.clear()  # whoever keeps the loss keeps the graph, and that the micro
+        if self._check is not None:
+            self._check.recordings.clear()
+        self._pending, self._memory.held = [], 0
+        self._capture.blocks.over()
+        self._scorer.accumulated.forget()
+
+    def _account(self, new: int) -> None:
+        device = next(iter(self.params.values())).device
+        self._memory.add(new, device, len(self._pending))
+
+
+def _eager(hook: Any) -> Any:
+    """A hook that stays as it is where ``optimizer.step`` is compiled: it measures, and there is
+    nothing in it to compile."""
+    why = "inrun scores the step here: compile optimizer.step without fullgraph=True"
+    return torch.compiler.disable(hook, reason=why)

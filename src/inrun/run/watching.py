@@ -1,0 +1,117 @@
+"""``watch``: what it takes, and what it refuses before anything begins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from inrun.gradients import Form
+from inrun.ledger.records import Ledger, MemoryLedger
+from inrun.run.bookkeeping import Config, scored_parameters
+from inrun.run.refusals import check_estimators, check_model, check_optimizer, named_targets
+from inrun.run.run import Run
+from inrun.validation.validator import Loss, Validator
+
+
+def watch(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    validation: Iterable[Any] | None = None,
+    targets: Mapping[str, Iterable[Any]] | None = None,
+    loss: Loss | None = None,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    estimator: str | Sequence[str] = "secant",
+    point: str | None = None,
+    training: Literal["bitwise", "fast"] = "bitwise",
+    audit_every: int = 50,
+    per_step: int = 1,
+    every: int = 1,
+    ignore: str | Sequence[str] = (),
+    batch_dim: int = 0,
+    form: Form = "auto",
+    chunk: int | None = None,
+    offload: bool = False,
+    memory_limit: int | None = None,
+    max_norm: float | None = None,
+    scaler: Any = None,
+    seed: int = 0,
+) -> Run:
+    """Watch a training loop: what does each example do to the validation loss?
+
+    Args:
+        model: the model that is trained.
+        optimizer: the optimizer whose ``step()`` trains it; its class needs a rule
+            (docs/optimizers.md).
+        validation: a loader or list of batches; the loss on them is what examples are valued by.
+            It is cycled, ``per_step`` batches at each step, in its own order. A dataset of rows
+            (torch's, Hugging Face's) is taken in batches of 32, if its rows need no padding.
+        targets: several of them by name, instead of ``validation``. See :func:`inrun.by_label`.
+        loss: ``loss(model, batch) -> scalar``; by default ``model(**batch).loss``.
+        out: a folder for the ledger; None keeps it in memory. A folder that holds an earlier run
+            is continued by ``load_state_dict`` and otherwise refused.
+        overwrite: start again in such a folder; what it holds is forgotten at the first step.
+        estimator: "secant" (values add up), "tangent" (Theorem 4.2 of the paper), "sgd" (ignores
+            the optimizer), or a list of them; a point of its own after a plus: "secant+gauss2".
+        point: where the validation gradient is taken: "midpoint", "current" or "gauss2" (two
+            points, twice the cost); None is midpoint for secant and current for the others.
+        training: "bitwise" leaves the training as it is without inrun, bit for bit; "fast" forms
+            weight gradients as sums of per-example gradients, the same up to rounding. What is
+            compiled by ``torch.compile`` is the same up to rounding in any case.
+        audit_every: measure the validation losses before, without and with the batch every so
+            many steps; 0 never.
+        per_step: validation batches per step and target; their losses are averaged.
+        every: score a random one in so many steps, weighted by it.
+        ignore: parameters to leave out: names as ``run.coverage()`` shows them, or patterns such as
+            ``"encoder.*"``. One that matches nothing is refused.
+        batch_dim: the dimension of the examples in the model's inputs (1 for sequence-first).
+        form: force "ghost" or "materialise" where an operation has both; "auto" takes the cheaper
+            (docs/costs.md).
+        chunk: rows of a validation batch to process at a time (right for losses that are means
+            over rows); chosen by itself when a GPU runs out of memory.
+        offload: keep what is captured in host memory until the step.
+        memory_limit: bytes the captures of one step may take; by default what is free.
+        max_norm: the norm gradients are clipped to, if they are; otherwise it is recognised, at
+            the latest from the second clipped step on (docs/method.md).
+        scaler: the ``GradScaler``, needed only if gradients are also clipped by norm.
+        seed: of the validation order of shuffling loaders and of ``every``.
+
+    Returns:
+        A :class:`Run`, also a context manager that closes itself.
+    """
+    data = named_targets(validation, targets)
+    if training not in ("bitwise", "fast"):
+        raise ValueError(f"training={training!r} is not known: use 'bitwise' or 'fast'")
+    if form not in ("auto", "ghost", "materialise"):
+        raise ValueError(f"form={form!r} is not known: use 'auto', 'ghost' or 'materialise'")
+    for name, number in (("per_step", per_step), ("every", every)):
+        if number < 1:
+            raise ValueError(f"{name}={number} must be at least 1")
+    names = check_estimators(estimator, point)
+    patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+    config = Config(
+        names, point, training, audit_every, per_step, every, batch_dim, patterns, form, seed
+    )
+    check_model(model)  # refuse before anything is made on disk
+    check_optimizer(optimizer)
+    scored_parameters(model, optimizer, patterns)
+    validator = Validator(model, data, loss, per_step, chunk, seed, batch_dim)
+    ledger: Ledger = MemoryLedger(list(data))
+    if out is not None:
+        from inrun.ledger.saved import Store
+
+        ledger = Store.create(out, asdict(config), list(data), list(names), overwrite)
+    try:
+        return Run(
+            model, optimizer, config, validator, ledger, offload, memory_limit, max_norm, scaler,
+            overwrite,
+        )  # fmt: skip
+    except BaseException:
+        ledger.close()
+        raise

@@ -1,0 +1,1 @@
+"""From gradients to values: received, update map, validation, contraction, audit, conclusion."""

@@ -1,0 +1,363 @@
+"""C: what happened to the gradient between ``backward()`` and ``optimizer.step()``.
+
+The batch accumulated G; the optimizer receives ḡ = C(G). Unscaling and averaging are linear.
+Clipping by value acts on each coordinate: its divided difference is ḡ/G. Clipping by norm,
+ḡ = cG with c = max_norm/‖G‖, turns on the whole gradient: the part of g_i along G counts c times
+(so the sum is cG), the part across it as often as a coalition is scaled on average,
+
+    ∫₀¹ min(1, max_norm / √(α²‖G‖² + α(1−α) Σ‖g_i‖²)) dα,
+
+where the root is the expected norm of the gradient of a random coalition that each example joins
+with probability α. (Leaving the second term out, as along the straight path to G, gives
+c(1 + ln 1/c); it overstates the part across G where single examples are clipped already.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inrun.scoring.contraction import Direction
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """How ḡ came from G. ``ratio`` is the factor on all coordinates, or a list of tensors.
+
+    ``norm`` is set where the factor is due to clipping by norm: the norm it clips to, after
+    ``scale``, the linear part of the factor (1/loss scale). Without ``across`` the factor counts
+    as fixed for every example.
+    """
+
+    ratio: float | list[Tensor]
+    scale: float = 1.0
+    norm: float | None = None
+    bound: float | None = None  # clipping by value: the largest |ḡ|
+    across: float | None = None  # clipping by norm: the factor of the part across G
+
+    @property
+    def identity(self) -> bool:
+        return self.ratio == 1.0
+
+    @property
+    def common(self) -> float:
+        """The factor on all coordinates."""
+        return 1.0 if isinstance(self.ratio, list) else self.ratio
+
+    def spread(self, G: Sequence[Tensor], energy: float) -> Clipping:
+        """With the factor for the part across G; ``energy`` is Σ‖g_i‖²."""
+        if self.norm is None:
+            return self
+        GG = sum(float(g.double().square().sum()) for g in G)
+        alpha = (np.arange(1000) + 0.5) / 1000
+        size = self.scale * np.sqrt(alpha**2 * GG + alpha * (1 - alpha) * energy)
+        return replace(self, across=float(np.minimum(1.0, self.norm / size).mean()))
+
+    def carry(self, u: Mapping[str, Direction], names: Iterable[str]) -> Mapping[str, Direction]:
+        """Directions for ḡ as directions for G, where that is a matter of coordinates. ``names``
+        has the order of the ratios."""
+        if not isinstance(self.ratio, list):
+            return u
+        ratios = dict(zip(names, self.ratio, strict=True))
+        return {k: _times(ratios[k], d) for k, d in u.items()}
+
+    def apply(self, values: Tensor, expected: Tensor, aligned: Tensor | None) -> Tensor:
+        """The same for a common factor, on ⟨u, g_i⟩ [Q, B]: ``expected`` is ⟨u, G⟩ and ``aligned``
+        ⟨G, g_i⟩/‖G‖², needed where ``across`` is set."""
+        if isinstance(self.ratio, list) or self.identity:
+            return values
+        if self.across is None:
+            return self.ratio * values
+        assert aligned is not None
+        across = self.scale * self.across
+        return across * values + (self.ratio - across) * expected[:, None] * aligned
+
+    def function(self) -> Callable[[list[Tensor | None]], list[Tensor | None]]:
+        """C itself, for the gradient of any coalition."""
+
+        def clip(gradients: list[Tensor | None]) -> list[Tensor | None]:
+            some = [g for g in gradients if g is not None]
+            factor = self.scale
+            if self.norm is not None:
+                size = math.sqrt(sum(float(g.double().square().sum()) for g in some)) * factor
+                factor *= min(1.0, self.norm / (size + 1e-6))
+            bound = self.bound
+            return [
+                None
+                if g is None
+                else (g * factor if bound is None else (g * factor).clamp(-bound, bound))
+                for g in gradients
+            ]
+
+        return clip
+
+
+def _times(ratio: Tensor, d: Direction) -> Direction:
+    return replace(d, K=ratio * d.K) if d.K is not None else replace(d, v=ratio * d.v)
+
+
+@dataclass(frozen=True)
+class Unrecognised:
+    """ḡ is no known function of G: the reason, and what a user can do about it."""
+
+    void: str
+    advice: str
+
+
+_HINT = (
+    "scaled by one factor for all parameters, clipped by norm (max_norm=, scaler=) or clipped by "
+    "value"
+)
+AMBIGUOUS = Unrecognised(
+    "the gradient was scaled between backward() and step(): a constant, or clipping by norm?",
+    "Pass watch(..., max_norm=...) if gradients are clipped, scaler=... if there is a GradScaler. "
+    "Otherwise the next steps show which it is, if the factor or the norm stays the same",
+)
+LOSS_SCALE = Unrecognised(
+    "the gradient was clipped by norm and perhaps unscaled: the loss scale is not known",
+    "Pass the GradScaler to watch(..., scaler=...), or max_norm= if there is none",
+)
+DIFFERENT_FACTORS = Unrecognised(
+    "parameters' gradients were scaled by different factors between backward() and step()",
+    f"Likely causes: clipping each parameter or group on its own. Known is what is {_HINT}",
+)
+ZEROED = Unrecognised(
+    "part of the gradient was set to zero between backward() and step()",
+    "Freeze parameters (requires_grad=False), or leave them out with ignore=[...] instead",
+)
+ADDED = Unrecognised(
+    "the gradient was changed between backward() and step() by something unknown",
+    "Likely causes: a second loss whose backward() ran outside run.batch(ids), added noise, a "
+    f"hand-written all_reduce, gradient centralisation. Known is what is {_HINT}",
+)
+_ROUNDINGS = 4  # roundings of a number on its way from G to ḡ: unscaling, averaging, clipping
+
+
+class ClippingWatch:
+    """Recognises C from G and ḡ: all numbers of both, so that nothing passes by chance.
+
+    A common factor may be a constant (a loss scale, a division by the number of batches) or
+    clipping by norm. What tells them apart: ``max_norm`` and the scaler's scale where they are
+    given; else the factor or the norm of ḡ that stays the same from step to step; in the first
+    such step that constants are simple (1/k, a power of two, two decimal digits) and so are norms.
+    """
+
+    def __init__(self, max_norm: float | None) -> None:
+        self.max_norm = max_norm
+        self._last: tuple[float, list[float]] | None = None  # factor, norms of the last such step
+        self._scale = 1.0  # the last loss scale seen without clipping
+        self._plain = True  # first evidence has not been contradicted yet
+
+    def recognise(
+        self,
+        G: Sequence[Tensor],
+        g: Sequence[Tensor],
+        scale: float | None = None,
+        others: Sequence[Tensor] = (),
+        half: bool = False,
+    ) -> Clipping | Unrecognised:
+        """``scale``: the linear part of the factor, where it is known. ``others``: gradients that
+        were clipped together with these and are not scored. ``half``: trained in float16."""
+        size, total = _norms(g), _norms(G)
+        if not math.isfinite(sum(size) + sum(total)):
+            return Clipping(1.0)  # a step that is void for another reason
+        norm, whole = math.hypot(*size), math.hypot(*total)
+        if norm == 0 or whole == 0:
+            return Clipping(1.0) if norm == whole else (ADDED if norm else ZEROED)
+        for c in (norm / whole, -norm / whole):
+            if _is_multiple(g, G, c, size):
+                norms = [norm, math.hypot(norm, *_norms(others))] if others else [norm]
+                return self._factor(c, norms, scale, _epsilon(G), half)
+        return _clamped(g, G, size, scale) or _cause(g, G)
+
+    def _factor(
+        self, c: float, norms: list[float], scale: float | None, eps: float, half: bool
+    ) -> Clipping | Unrecognised:
+        """``norms``: of ḡ, and with the other gradients."""
+        exact = _ROUNDINGS * eps
+        if scale is None and abs(c - 1) <= exact:
+            return Clipping(1.0)
+        if scale is not None and abs(c / scale - 1) <= exact:
+            return Clipping(scale, scale)
+        known = self._scale if scale is None else scale
+        targets = [x + 1e-6 * abs(c / known) for x in norms]  # clip_grad_norm_: ‖G‖ + 1e-6
+        kind = self._kind(c, targets, known, eps)
+        before, self._last = self._last, (c, targets)
+        self._plain = self._plain and (kind is not None or before is None)
+        if kind == "constant":
+            if scale is None and _power_of_two(c, exact):
+                self._scale = c
+            return Clipping(c, c)
+        if kind != "norm":
+            return AMBIGUOUS
+        # A factor below 1/500 is more likely a loss scale than a clip.
+        unsure = scale is None and self._scale == 1.0 and c < 1 / 500
+        if unsure and (half or self.max_norm is None):
+            return LOSS_SCALE
+        return Clipping(c, known, norm=norms[0])
+
+    def _kind(self, c: float, targets: list[float], scale: float, eps: float) -> str | None:
+        """ "constant" or "norm"; None where that cannot be told."""
+        close = max(1e-4, 2 * eps)  # norms: c is rounded as gradients are
+        clipped = 0 < c < scale
+        if self.max_norm is not None:
+            if clipped and any(abs(x / self.max_norm - 1) <= close for x in targets):
+                return "norm"
+            return "constant" if _simple(c, eps) or self._same_factor(c, targets, eps) else None
+        if self._same_factor(c, targets, eps):
+            return "constant"
+        if self._last is not None and abs(c / self._last[0] - 1) > 4 * close:
+            pairs = zip(targets, self._last[1], strict=False)
+            if clipped and any(abs(x / y - 1) <= close for x, y in pairs):
+                return "norm"
+        if not self._plain:
+            return None
+        constant = _simple(c, eps)
+        norm = clipped and eps < 1e-4 and any(_decimal(x, 2e-5) for x in targets)
+        if constant == norm:
+            return None
+        return "constant" if constant else "norm"
+
+    def _same_factor(self, c: float, targets: list[float], eps: float) -> bool:
+        """The factor of the last such step, while the norm was another?"""
+        if self._last is None:
+            return False
+        same = abs(c / self._last[0] - 1) <= _ROUNDINGS * eps
+        return same and abs(targets[0] / self._last[1][0] - 1) > 4 * max(1e-4, 2 * eps)
+
+
+def _simple(c: float, eps: float) -> bool:
+    """1/k for an integer, a power of two, or a decimal of two digits? In half precision too many
+    numbers are."""
+    if eps > 1e-4:
+        return False
+    exact = _ROUNDINGS * eps
+    inverse = abs(1 / c)
+    whole = inverse < 2**15 and abs(inverse - round(inverse)) <= exact * inverse
+    return whole or _power_of_two(c, exact) or _decimal(c, exact)
+
+
+def _power_of_two(c: float, exact: float) -> bool:
+    return abs(abs(c) / 2.0 ** round(math.log2(abs(c))) - 1) <= exact
+
+
+def _decimal(x: float, within: float) -> bool:
+    """Is it a number of at most two decimal digits, such as 0.5 or 25?"""
+    return abs(x / float(f"{x:.1e}") - 1) <= within
+
+
+def _epsilon(tensors: Sequence[Tensor]) -> float:
+    """Of the coarsest; norms of float64 numbers are not summed to its last digits."""
+    return max(max(torch.finfo(t.dtype).eps, 1e-12) for t in tensors)
+
+
+def _norms(tensors: Sequence[Tensor]) -> list[float]:
+    """The norm of each, in double precision; one transfer from a device."""
+    if not tensors:
+        return []
+    real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    found = torch._foreach_norm(real, 2, dtype=torch.float64)
+    return torch.stack([x.to(found[0].device) for x in found]).tolist()
+
+
+_PIECE = 2**25  # numbers for which temporaries are made at a time
+
+
+def _pieces(
+    g: Sequence[Tensor], G: Sequence[Tensor]
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Both lists, some parameters at a time."""
+    held, some = 0, ([], [])  # type: tuple[int, tuple[list[Tensor], list[Tensor]]]
+    for x, y in zip(g, G, strict=True):
+        if held and held + x.numel() > _PIECE:
+            yield some
+            held, some = 0, ([], [])
+        some[0].append(x)
+        some[1].append(y.to(x.dtype))
+        held += x.numel()
+    yield some
+
+
+def _all_within(
+    g: Sequence[Tensor], expected: Sequence[Tensor], size: Sequence[float], eps: Sequence[float]
+) -> bool:
+    """Is each parameter what is expected of it, up to rounding by ``eps``? A number that is
+    otherwise counts by its size in the norm of its parameter."""
+    off = _norms(torch._foreach_sub(list(g), list(expected)))
+    tiny = [torch.finfo(t.dtype).smallest_normal * math.sqrt(t.numel()) for t in g]
+    return all(
+        x <= _ROUNDINGS * e * (s + least)
+        for x, s, e, least in zip(off, size, eps, tiny, strict=True)
+    )
+
+
+def _is_multiple(g: Sequence[Tensor], G: Sequence[Tensor], c: float, size: list[float]) -> bool:
+    return _is(g, G, size, lambda own: list(torch._foreach_mul(own, c)))
+
+
+def _is(
+    g: Sequence[Tensor], G: Sequence[Tensor], size: list[float],
+    function: Callable[[list[Tensor]], list[Tensor]],
+) -> bool:  # fmt: skip
+    """ḡ = function(G), everywhere?"""
+    at = 0
+    eps = [_epsilon(pair) for pair in zip(g, G, strict=True)]  # ḡ may have been converted since
+    for some, own in _pieces(g, G):
+        here, at = slice(at, at + len(some)), at + len(some)
+        if not _all_within(some, function(own), size[here], eps[here]):
+            return False
+    return True
+
+
+def _clamped(
+    g: Sequence[Tensor], G: Sequence[Tensor], size: list[float], scale: float | None
+) -> Clipping | None:
+    """ḡ = clamp(sG, −b, b), b the largest |ḡ|: is it so everywhere?"""
+    largest = torch._foreach_norm(list(g), math.inf)
+    bound = max(torch.stack([x.double().to(largest[0].device) for x in largest]).tolist())
+    eps = _epsilon(G)
+    exact = _ROUNDINGS * eps
+    sums = torch.zeros(2, dtype=torch.float64, device=g[0].device)
+    for x, y in zip(g, G, strict=True):  # s, from the numbers below the bound
+        below = (x.abs() < bound * (1 - 2 * eps)) * y
+        sums += torch.stack([(x * below).double().sum(), (y * below).double().sum()]).to(sums)
+    both, own = sums.tolist()
+    s = both / own if own else (1.0 if scale is None else scale)
+    if scale is not None and abs(s / scale - 1) <= exact:
+        s = scale
+    elif abs(s - 1) <= exact:
+        s = 1.0
+    elif s <= 0 or scale is not None or not _simple(s, eps):
+        return None
+
+    def clamp(own: list[Tensor]) -> list[Tensor]:
+        return [(y * s).clamp(-bound, bound) for y in own]
+
+    if not _is(g, G, size, clamp):
+        return None
+    ratio = [
+        torch.where(y == 0, torch.full_like(x, s), x / torch.where(y == 0, 1.0, y))
+        for x, y in zip(g, G, strict=True)
+    ]
+    return Clipping(ratio, s, bound=bound)
+
+
+def _cause(g: Sequence[Tensor], G: Sequence[Tensor]) -> Unrecognised:
+    """The likely cause of a change that is no scaling and no clipping."""
+    size, total = _norms(g), _norms(G)
+    each = [
+        _is_multiple([x], [y], s / t, [s]) if t else s == 0
+        for x, y, s, t in zip(g, G, size, total, strict=True)
+    ]
+    zeroed = [
+        bool(((x == 0) | ((x - y).abs() <= 8 * _epsilon([x, y]) * y.abs())).all())
+        for x, y in zip(g, G, strict=True)
+    ]
+    if all(zeroed):
+        return ZEROED
+    return DIFFERENT_FACTORS if all(each) else ADDED

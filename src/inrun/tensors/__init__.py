@@ -1,0 +1,1 @@
+"""Where the examples are in a tensor, and how operations move them."""

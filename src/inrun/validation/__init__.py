@@ -1,0 +1,1 @@
+"""Losses and gradients of the targets; nothing they touch is left changed."""

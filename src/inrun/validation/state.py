@@ -1,0 +1,220 @@
+"""Puts back what validation passes write, so that the training never sees it.
+
+Around all passes of a step everything that a pass can write to (reach.py) is noted: containers and
+attributes by identity, tensors by a copy, generators by their state. Afterwards, and before each
+further pass of the step, it is set back. So each pass of a step starts from the training's state.
+
+* Copies are kept from step to step and refreshed where the training wrote to a tensor: seen by its
+  version, and at every step for small tensors, which may have been written through ``.data`` or
+  numpy. Larger ones that a pass writes to in that way are found by comparing numbers in the first
+  steps.
+* Tensors above ``_LARGEST`` bytes are not copied; a pass that writes to one is told of.
+* A pass that writes to a parameter in place is refused.
+* Not put back: state outside Python and torch (files, C extensions), global variables that the code
+  of modules sets, and plain numbers and lists of functions and objects that are no modules: a
+  counter in the closure of the loss counts validation passes, too.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from inrun.errors import ValidationError
+from inrun.validation.reach import Reached
+
+_LARGEST = 2**27  # bytes of a tensor that is copied
+_SMALL = 2**14  # numbers of a tensor that is copied in every step
+_ARRAY = 2**20  # bytes of a numpy array that is
+_LEARNING = 2  # steps in which numbers are compared after each pass
+
+
+@dataclass(eq=False)
+class _Copy:
+    of: weakref.ref[Tensor]
+    copy: Tensor
+    version: int  # of the tensor when it was copied
+    small: bool
+    written: bool = False  # by a pass, at some time
+
+
+class State:
+    """What the passes of a step may write to, and how it was before them."""
+
+    def __init__(self, loss: Callable[..., Any]) -> None:
+        self._loss = loss
+        self._copies: dict[int, _Copy] = {}
+        self._reached: Reached | None = None
+        self._generators: list[Any] = []
+        self._data: list[tuple[Tensor, Tensor, _Copy]] = []
+        self._large: list[tuple[Tensor, int]] = []
+        self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
+        self._params: list[Tensor] = []
+        self._steps, self._clean, self._told = 0, True, False
+
+    @contextmanager
+    def kept(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """As before outside, whatever is written inside."""
+        self._note(modules)
+        self._clean = True
+        try:
+            yield
+        finally:
+            self.rewind(last=True)
+            self._steps += 1
+            self._reached, self._generators, self._arrays = None, [], []
+            self._data, self._large, self._params = [], [], []
+
+    @contextmanager
+    def one_pass(self, model: nn.Module) -> Iterator[None]:
+        """Around a forward pass: one that writes to a parameter in place is refused. The weights
+        are those of the training, or of a point of the path that other passes share."""
+        before, self._clean = [p._version for p in self._params], False
+        yield
+        after = [p._version for p in self._params]
+        if after != before:
+            pairs = zip(self._params, before, after, strict=True)
+            written = next(p for p, a, b in pairs if a != b)
+            name = next((k for k, p in model.named_parameters() if p is written), "unknown")
+            raise ValidationError(
+                f"the validation pass writes to parameter '{name}' in place, which would change "
+                "the training. Let the forward pass write to it only if self.training, or project "
+                "the weights after optimizer.step() instead."
+            )
+
+    def replayed(self) -> None:
+        """A pass ran that may have been the replay of a recording."""
+        self._clean = False
+
+    def fingerprint(self) -> tuple[Any, ...]:
+        """Of the state that is no parameter: see ``Reached.fingerprint``."""
+        assert self._reached is not None
+        return self._reached.fingerprint()
+
+    def close(self) -> None:
+        self._copies = {}
+
+    def _note(self, modules: Sequence[nn.Module]) -> None:
+        reached = self._reached = Reached(modules, self._loss)
+        self._generators = [(g, _state_of(g)) for g in reached.generators]
+        self._arrays = [(a, a.copy()) for a in reached.arrays if a.nbytes <= _ARRAY]
+        params = (p for m in modules for p in m._parameters.values() if p is not None)
+        self._params = [p for p in params if id(p) not in reached.tensors]
+        copies: dict[int, _Copy] = {}
+        stale: list[tuple[Tensor, Tensor]] = []
+        for key, t in reached.tensors.items():
+            if t.numel() * t.element_size() > _LARGEST:
+                self._large.append((t, t._version))
+                continue
+            known = self._copies.get(key)
+            if known is None or known.of() is not t or not _alike(known.copy, t):
+                copy, small = t.detach().clone(), t.numel() <= _SMALL
+                known = _Copy(weakref.ref(t), copy, t._version, small)
+            elif known.small or known.written or known.version != t._version:
+                stale.append((known.copy, t.detach()))
+                known.version = t._version
+            copies[key] = known
+            self._data.append((t, t.data, known))
+        self._copies = copies
+        if stale:
+            torch._foreach_copy_([c for c, _ in stale], [t for _, t in stale])
+
+    def rewind(self, last: bool = False) -> None:
+        """Before each pass: set everything back to how it was before the first one."""
+        reached = self._reached
+        if reached is None or (self._clean and not last):
+            return
+        self._clean = True
+        for space, before in reached.spaces:
+            _put_back(space, before)
+        for own in reached.empty:
+            if own:
+                own.clear()
+        for cell, held in reached.cells:
+            if cell.cell_contents is not held:
+                cell.cell_contents = held
+        for namespace, name, x in reached.names:
+            if namespace.get(name) is not x:
+                namespace[name] = x
+        for generator, state in self._generators:
+            _set_state(generator, state)
+        for array, numbers in self._arrays:
+            array[...] = numbers
+        self._rewind_tensors(last)
+
+    def _rewind_tensors(self, last: bool) -> None:
+        changed: list[tuple[Tensor, Tensor]] = []
+        learning = self._steps < _LEARNING
+        for t, data, known in self._data:
+            if t.data_ptr() != data.data_ptr() or t.shape != data.shape:
+                t.data = data
+            if t._version != known.version or (learning and not torch.equal(data, known.copy)):
+                known.written, known.version = True, t._version
+            if known.written or (last and known.small):
+                changed.append((data, known.copy))
+        if changed:
+            torch._foreach_copy_([t for t, _ in changed], [c for _, c in changed])
+        written = [t for t, version in self._large if t._version != version]
+        if written and not self._told:
+            self._told = True
+            warnings.warn(
+                f"the validation pass writes to a tensor of shape {tuple(written[0].shape)} that "
+                "the model or the loss holds; it is too large to be put back, so the training is "
+                "not what it is without inrun. Write to it only if self.training.",
+                stacklevel=2,
+            )
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+
+
+def _put_back(space: Any, before: Any) -> None:
+    """A container with the entries that it had, where they are others now."""
+    if isinstance(space, dict):
+        if len(space) != len(before) or not all(map(is_, space.values(), before.values())):
+            space.clear()
+            space.update(before)
+    elif isinstance(space, list):
+        if len(space) != len(before) or not all(map(is_, space, before)):
+            space[:] = before
+    elif isinstance(space, deque):
+        if len(space) != len(before) or not all(map(is_, space, before)):
+            space.clear()
+            space.extend(before)
+    elif space != before:  # a set
+        space.clear()
+        space.update(before)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        if not torch.equal(generator.get_state(), state):
+            generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)

@@ -1,0 +1,211 @@
+"""The batches of the targets, in their own order, whatever the training's random state does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
+
+from inrun.errors import ValidationError
+from inrun.validation.generators import Generators
+
+
+class Batches:
+    """The batches of one target, cycled in their own order.
+
+    The position is (epoch, index), so a resumed run goes on where it stopped; shuffling loaders
+    shuffle by ``seed`` and epoch, not by the training's random state.
+    """
+
+    def __init__(self, name: str, source: Iterable[Any], seed: int) -> None:
+        source = _loader(name, source)
+        self.name, self.source, self.seed = name, source, seed
+        self.epoch, self.index = 0, 0
+        self._iterator: Iterator[Any] | None = None
+        self._random = Generators(f"drew a batch of target '{name}'")
+        self.peek()
+
+    def peek(self) -> None:
+        """Fail now rather than at the first step if there is nothing to draw."""
+        if isinstance(self.source, Iterator):
+            raise ValidationError(
+                f"target '{self.name}': an iterator can be read only once; pass the loader itself "
+                "or a list of batches"
+            )
+        if isinstance(self.source, Sequence) and len(self.source) == 0:
+            raise ValidationError(f"target '{self.name}': the validation data is empty")
+        self.take(1)
+        self.epoch, self.index, self._iterator = 0, 0, None
+
+    def take(self, n: int) -> list[Any]:
+        """The next n batches."""
+        return [self._next() for _ in range(n)]
+
+    def _next(self) -> Any:
+        if self._iterator is None:
+            fixed = isinstance(self.source, (list, tuple))  # nothing random about it
+            with nullcontext() if fixed else self._random.seeded(self.seed, self.epoch):
+                self._iterator = iter(self.source)
+            for skipped in range(self.index):
+                self._draw(skipped)
+        batch = self._draw(self.index)
+        if batch is _END:
+            if self.index == 0:
+                raise ValidationError(f"target '{self.name}': the validation data is empty")
+            self.epoch, self.index = self.epoch + 1, 0
+            self._iterator = None
+            return self._next()
+        self.index += 1
+        return batch
+
+    def _draw(self, index: int) -> Any:
+        assert self._iterator is not None
+        if isinstance(self.source, (list, tuple)):
+            return next(self._iterator, _END)
+        with self._random.seeded(self.seed, self.epoch, index + 1):
+            return next(self._iterator, _END)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "index": self.index}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.epoch, self.index, self._iterator = state["epoch"], state["index"], None
+
+
+ROWS = 32  # of a validation batch, where a dataset is given instead of a loader
+
+
+def _loader(name: str, source: Any) -> Iterable[Any]:
+    """What to draw batches from: the source itself, or a loader over a dataset of rows."""
+    kind = type(source).__name__
+    if isinstance(source, Mapping):
+        split = next((k for k, v in source.items() if hasattr(v, "column_names")), None)
+        raise ValidationError(
+            f"target '{name}': a {kind} is "
+            + (f"several splits; name one, as dataset[{split!r}]" if split else "one batch")
+            + ("" if split else "; put it into a list: [batch]")
+        )
+    rows = hasattr(source, "column_names")  # a Hugging Face dataset, whose items are rows
+    if rows and not hasattr(source, "__getitem__"):
+        raise ValidationError(
+            f"target '{name}': a streamed dataset ({kind}) gives single rows; pass "
+            "torch.utils.data.DataLoader(dataset, batch_size=...)"
+        )
+    if rows or (isinstance(source, Dataset) and not isinstance(source, IterableDataset)):
+        if not len(source):
+            raise ValidationError(f"target '{name}': the validation data is empty")
+        return DataLoader(source, batch_size=ROWS, collate_fn=_Collate(name, kind))
+    if isinstance(source, (str, bytes, Tensor)) or not isinstance(source, Iterable):
+        raise ValidationError(
+            f"target '{name}': a loader, a dataset or a list of batches is needed, not {kind}"
+        )
+    return source
+
+
+class _Collate:
+    """Rows of a dataset → one batch; refuses what needs a choice (padding, tokenising)."""
+
+    def __init__(self, name: str, kind: str) -> None:
+        self.where = f"target '{name}': the rows of the {kind} cannot be put into batches of {ROWS}"
+
+    def __call__(self, rows: list[Any]) -> Any:
+        try:
+            return default_collate([self._row(row) for row in rows])
+        except ValidationError:
+            raise
+        except (RuntimeError, TypeError, ValueError, KeyError) as error:
+            raise ValidationError(f"{self.where} ({_line(error)}). {LOADER}") from error
+
+    def _row(self, row: Any) -> Any:
+        """Lists of numbers as tensors: otherwise they would be taken apart, position by position.
+
+        Text is refused, not passed on: what a model wants of it is the user's to say.
+        """
+        if isinstance(row, Mapping):
+            return {key: self._entry(key, x) for key, x in row.items()}
+        if isinstance(row, tuple):
+            return tuple(self._entry(i, x) for i, x in enumerate(row))
+        return self._entry(0, row)
+
+    def _entry(self, key: Any, x: Any) -> Any:
+        if isinstance(x, (str, bytes, type(None))):
+            raise ValidationError(f"{self.where}: {key!r} is a {type(x).__name__}. {LOADER}")
+        return torch.as_tensor(x) if isinstance(x, list) else x
+
+
+LOADER = (
+    "Tokenise it and leave out what the model does not take, and pass the dataset in a "
+    "torch.utils.data.DataLoader(dataset, batch_size=..., collate_fn=...), with a collate_fn that "
+    "pads if rows have different lengths"
+)
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:199] + "…"
+
+
+_END = object()
+
+
+def by_label(
+    dataset: Dataset[Any],
+    label: str | int | Callable[[Any], Any] | Sequence[Any] | None = None,
+    *,
+    batch_size: int = 64,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> dict[str, DataLoader[Any]]:
+    """One validation target per label, for ``watch(..., targets=by_label(dataset))``.
+
+    Args:
+        dataset: a map-style dataset of rows.
+        label: where a row's label is: a key, an index, a function of the row, or the labels
+            themselves, one per row. By default the key ``labels`` or ``label`` of a mapping, or
+            the last entry of a tuple.
+        batch_size: rows per validation batch.
+        collate_fn: as in ``torch.utils.data.DataLoader``.
+
+    Returns:
+        A loader for each label, in the order of the sorted labels, named by it.
+    """
+    n = len(dataset)  # type: ignore[arg-type]
+    if isinstance(label, Sequence) and not isinstance(label, str):
+        labels = list(label)
+        if len(labels) != n:
+            raise ValidationError(f"by_label: {len(labels)} labels for {n} rows")
+    else:
+        labels = [_label(dataset[i], label) for i in range(n)]
+    labels = [x.item() if isinstance(x, (Tensor, np.generic)) else x for x in labels]
+    rows: dict[Any, list[int]] = {}
+    for i, x in enumerate(labels):
+        if x is None or x != x:  # NaN is not equal to itself
+            raise ValidationError(f"by_label: the label of row {i} is {x}: leave such rows out")
+        rows.setdefault(x, []).append(i)
+    if not rows:
+        raise ValidationError("by_label: the dataset is empty")
+    named: dict[str, Any] = {}
+    for x in rows:
+        if named.setdefault(str(x), x) is not x:
+            raise ValidationError(
+                f"by_label: the labels {named[str(x)]!r} and {x!r} would both be called "
+                f"{str(x)!r}: make them different"
+            )
+    return {
+        str(x): DataLoader(Subset(dataset, rows[x]), batch_size=batch_size, collate_fn=collate_fn)
+        for x in sorted(rows)
+    }
+
+
+def _label(row: Any, label: Any) -> Any:
+    if callable(label):
+        return label(row)
+    if label is not None:
+        return row[label]
+    if isinstance(row, Mapping):
+        return row["labels"] if "labels" in row else row["label"]
+    return row[-1]

@@ -1,0 +1,324 @@
+"""The validation side: losses and gradients of the targets at given weights.
+
+Nothing of the training is touched: modes, random states, gradients and weights are as before
+when a pass ends, also after an exception.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from inrun.errors import ValidationError
+from inrun.tensors.autocast import Autocast, as_it_was, uncached
+from inrun.validation.copies import fresh
+from inrun.validation.cuda_graph import Recorder, filled, recording
+from inrun.validation.generators import Generators
+from inrun.validation.joining import Joining
+from inrun.validation.state import State
+from inrun.validation.sweep import Gradients, Sweep, joined
+from inrun.validation.targets import Batches
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def model_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The default validation loss: ``model(**batch).loss``."""
+    if not isinstance(batch, Mapping):
+        raise ValidationError(
+            f"the default validation loss is model(**batch).loss, but a batch is a "
+            f"{type(batch).__name__}; pass watch(..., loss=lambda model, batch: ...)"
+        )
+    loss = getattr(model(**batch), "loss", None)
+    if loss is None:
+        raise ValidationError(
+            "the default validation loss is model(**batch).loss, but the model returned no loss; "
+            "put labels into the batch or pass watch(..., loss=lambda model, batch: ...)"
+        )
+    return loss
+
+
+class Validator:
+    """Losses and gradients of the targets' current batches at the model's current weights.
+
+    Losses and gradients are asked for inside ``evaluating()``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        targets: Mapping[str, Iterable[Any]],
+        loss: Loss | None,
+        per_step: int,
+        chunk: int | None,
+        seed: int,
+        batch_dim: int = 0,
+    ) -> None:
+        if not targets:
+            raise ValidationError("there is no validation data: pass validation= or targets=")
+        self.model, self.loss, self.per_step, self.chunk = (
+            model,
+            loss or model_loss,
+            per_step,
+            chunk,
+        )
+        self.targets = [Batches(n, s, seed + i) for i, (n, s) in enumerate(targets.items())]
+        self.autocast: Autocast | None = None
+        self._batches: list[list[Any]] = []
+        self._reentrant = False
+        self.modules = list(model.modules())
+        self._state, self._random = State(self.loss), Generators("ran the validation pass")
+        self._sweep, self._joining = Sweep(model), Joining(batch_dim)
+        self._recorder = Recorder(self.loss)
+        self._joint: tuple[list[int], Any] | None = None  # see Joining.join
+
+    def draw(self) -> None:
+        """Move every target on to its next ``per_step`` batches."""
+        device = next(self.model.parameters()).device
+        drawn = [t.take(self.per_step) for t in self.targets]
+        half = self.autocast is not None and self.autocast[1] and self.autocast[2] == torch.float16
+        self._joint = None if self.chunk is not None or half else self._joining.join(drawn)
+
+        def move(x: Any) -> Any:
+            return x.to(device, non_blocking=True) if isinstance(x, Tensor) else x
+
+        self._batches = [[tree_map(move, b) for b in bs] for bs in drawn]
+
+    def losses(self) -> list[float]:
+        """ℓ of each target."""
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            return [float(self._loss_of(q)) for q in range(len(self.targets))]
+
+    def _loss_of(self, q: int) -> Tensor:
+        return torch.stack([w * self._loss(q, b).double() for w, b in self._parts(q)]).sum()
+
+    def groups(self, params: Mapping[str, Tensor], verify: bool) -> list[list[int]]:
+        """Targets whose gradients are taken in one pass: all of them, or each on its own.
+
+        ``verify``: measure again whether one pass for all is right.
+        """
+        together, apart = list(range(len(self.targets))), [[q] for q in range(len(self.targets))]
+        if self._joint is None:
+            return apart
+        key = (self._joint[1], self._state.fingerprint(), self.autocast)
+        if self._joining.known(key) and not verify:
+            return [together]
+        if self._joining.worth_measuring(key):
+            names, weights = [t.name for t in self.targets], list(params.values())
+            half = self.autocast is not None and self.autocast[1]
+
+            def single(q: int) -> Sequence[Tensor]:
+                with torch.compiler.set_stance("force_eager"):  # compiling would take longer
+                    return self._gradient(q, weights, record=False)[1]
+
+            if self._joining.measure(
+                key, names, params, lambda: self._together(params), single, half
+            ):
+                return [together]
+        self._joint = None
+        return apart
+
+    def _together(self, params: Mapping[str, Tensor]) -> Gradients:
+        """All targets in one pass."""
+        assert self._joint is not None
+        batch = joined([b for batches in self._batches for b in batches])
+        self._state.rewind()
+        return self._sweep.run(lambda: self._run(0, batch), self._joint[0], params)
+
+    def gradients(
+        self, group: Sequence[int], params: Mapping[str, Tensor], keep: bool
+    ) -> Gradients:
+        """ℓ of a group of targets and their gradients; zeros where there is no dependence.
+
+        ``keep``: they are to outlast the next pass, which may be a replay into the same memory.
+        """
+        if len(group) > 1:
+            return self._together(params)
+        loss, grads = self._in_chunks(group[0], list(params.values()))
+        if keep:
+            loss, grads = loss.clone(), [g.clone() for g in grads]
+        found = dict(zip(params, grads, strict=True))
+        return Gradients(loss, lambda k, qs: found[k].unsqueeze(0))
+
+    def _in_chunks(self, q: int, params: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The gradient of one target, in smaller chunks of rows where memory runs out."""
+        while True:
+            try:
+                return self._gradient(q, params)
+            except torch.cuda.OutOfMemoryError:
+                rows = max(_rows(b) or 0 for b in self._batches[q])
+                if min(rows, self.chunk or rows) <= 1:
+                    raise
+                if self.chunk is None:
+                    warnings.warn(
+                        f"a validation batch of {rows} rows does not fit into the GPU's memory and "
+                        "is processed in chunks of rows. That is right for a loss that is a mean "
+                        "over rows, not for one that weighs rows or tokens by the whole batch "
+                        "(class weights, ignored labels): use smaller validation batches then",
+                        stacklevel=8,
+                    )
+                self.chunk = (min(rows, self.chunk or rows) + 1) // 2
+                torch.cuda.empty_cache()
+
+    def _gradient(
+        self, q: int, params: Sequence[Tensor], record: bool = True
+    ) -> tuple[Tensor, list[Tensor]]:
+        # float16 gradients vanish or overflow without a scale: the largest that stays finite
+        half = self.autocast is not None and self.autocast[1] and self.autocast[2] == torch.float16
+        for scale in (2.0**16, 2.0**10, 2.0**4, 1.0) if half else (1.0,):
+            total = torch.zeros((), dtype=torch.float64, device=params[0].device)
+            grads: list[Tensor] = []
+            with torch.enable_grad():
+                parts = list(self._parts(q))
+                for weight, batch in parts:
+
+                    def compute(b: Any, w: Sequence[Tensor], by: float = weight * scale) -> Any:
+                        return self._differentiate(q, b, by, w)
+
+                    self._state.rewind()
+                    if record and len(parts) == 1 and not self._reentrant:
+                        how = (weight * scale, self.autocast)
+                        loss, new = self._recorder.run(compute, batch, params, self.modules, how)
+                        self._state.replayed()
+                    else:
+                        loss, new = filled(compute(batch, params), params)
+                    total = total + loss.double() * weight
+                    grads = [a + b for a, b in zip(grads, new, strict=True)] if grads else new
+            if scale == 1.0:
+                return total, grads
+            if all(bool(torch.isfinite(g).all()) for g in grads):
+                break
+        return total, [g / scale for g in grads]
+
+    def _differentiate(
+        self, q: int, batch: Any, factor: float, params: Sequence[Tensor]
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """A batch's loss and the gradient of ``factor`` times it; None without dependence."""
+        grads: Sequence[Tensor | None]
+        loss = self._loss(q, batch)
+        if not loss.requires_grad:
+            raise ValidationError(
+                f"target '{self.targets[q].name}': the validation loss does not depend on the "
+                "watched parameters (is it computed under no_grad, or detached?)"
+            )
+        if not self._reentrant:
+            try:
+                grads = torch.autograd.grad(_times(loss, factor), params, allow_unused=True)
+            except RuntimeError as e:
+                if "incompatible with" not in str(e):
+                    raise
+                self._reentrant = True  # a reentrant checkpoint allows only backward()
+                loss = self._loss(q, batch)
+        if self._reentrant:
+            grads = _backward(_times(loss, factor), params)
+        return loss.detach(), grads
+
+    def _parts(self, q: int) -> Iterator[tuple[float, Any]]:
+        """Batches, cut into chunks of rows where asked, with their weights in the mean."""
+        batches = self._batches[q]
+        for batch in batches:
+            rows = _rows(batch)
+            if self.chunk is None or rows is None or rows <= self.chunk:
+                yield 1 / len(batches), batch
+                continue
+            for start in range(0, rows, self.chunk):
+                n = min(self.chunk, rows - start)
+                yield n / rows / len(batches), _slice(batch, start, n, rows)
+
+    def _loss(self, q: int, batch: Any) -> Tensor:
+        if not recording():  # a recording holds the pass alone
+            self._state.rewind()
+        return self._run(q, fresh(batch))
+
+    def _run(self, q: int, batch: Any) -> Tensor:
+        """The loss of a batch that the pass may write to."""
+        with self._state.one_pass(self.model):
+            loss = self.loss(self.model, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = (
+                f"a tensor of shape {tuple(loss.shape)}"
+                if isinstance(loss, Tensor)
+                else repr(type(loss))
+            )
+            raise ValidationError(
+                f"target '{self.targets[q].name}': the validation loss must be a scalar, but it is "
+                f"{what}; reduce it, for example with .mean()"
+            )
+        return loss.reshape(())
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around all passes of a step: evaluation mode, the training's autocast, a random state
+        of their own."""
+        modules, modes = self.modules, [m.training for m in self.modules]
+        try:
+            _set_training(modules, [False] * len(modules))
+            with (
+                warnings.catch_warnings(),
+                self._state.kept(modules),
+                self._random.seeded(0),
+                as_it_was(self.autocast),
+                uncached(),
+            ):
+                # a reentrant checkpoint says so when a loss is measured without gradients
+                warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
+                yield
+        finally:
+            _set_training(modules, modes)
+
+    def close(self) -> None:
+        """Let go of device memory and of the model."""
+        self._recorder.close()
+        self._sweep.close()
+        self._state.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {t.name: t.state_dict() for t in self.targets}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for t in self.targets:
+            t.load_state_dict(state[t.name])
+
+
+def _set_training(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
+    """``module.training = mode``, without asking whether it is a parameter."""
+    for module, mode in zip(modules, modes, strict=True):
+        if "training" in vars(module):
+            vars(module)["training"] = mode
+        else:  # a compiled module has it elsewhere
+            module.training = mode
+
+
+def _times(loss: Tensor, factor: float) -> Tensor:
+    return loss if factor == 1.0 else loss * factor
+
+
+def _backward(loss: Tensor, params: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """The gradients by ``backward()``, with the training's own put aside."""
+    own = [p.grad for p in params]
+    try:
+        for p in params:
+            p.grad = None
+        loss.backward()
+        return tuple(p.grad for p in params)
+    finally:
+        for p, g in zip(params, own, strict=True):
+            p.grad = g
+
+
+def _rows(batch: Any) -> int | None:
+    sizes = [x.shape[0] for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim]
+    return sizes[0] if sizes and all(n == sizes[0] for n in sizes) else None
+
+
+def _slice(batch: Any, start: int, n: int, rows: int) -> Any:
+    def cut(x: Any) -> Any:
+        return x[start : start + n] if isinstance(x, Tensor) and x.ndim else x
+
+    return tree_map(cut, batch)
