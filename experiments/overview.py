@@ -23,7 +23,7 @@ HEAD = heading(
     "claim", "size", "the paper", "tangent + current (its estimator)", "secant + midpoint (inrun)",
     "SGD proxy",
 )  # fmt: skip
-HEADLINES = (  # the rows of the README: of an experiment the first that has these words
+HEADLINES = (  # the rows of docs/accuracy.md: of an experiment the first that has these words
     ("fidelity", "100+ (gpt2-small)"),
     ("learning-rates", "(gpt2-small)"),
     ("learning-rates", "(gpt)"),
