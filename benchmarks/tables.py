@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -380,6 +381,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "stages": stages,
     "precision": precision,
     "choices": choices,
+    **{f"short-{name}": partial(overview.short, name) for name in experiments.EXPERIMENTS},
 } | reproduced()
 
 

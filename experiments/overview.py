@@ -54,6 +54,11 @@ def headlines() -> str:
     return "\n".join([*HEAD, *(x for x in rows if x is not None)])
 
 
+def short(name: str) -> str:
+    """The rows of one experiment, for the head of its page."""
+    return "\n".join([*HEAD, *found(name)])
+
+
 def found(name: str) -> list[str]:
     """The rows of an experiment at the largest size that is committed, and with them those of tasks
     that only the smoke size has."""
