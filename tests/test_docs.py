@@ -42,6 +42,10 @@ def test_links_lead_somewhere():
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 90
+
+
 def test_architecture_names_what_exists():
     text = (ROOT / "docs/architecture.md").read_text()
     package = ROOT / "src/inrun"
