@@ -394,4 +394,4 @@ class Store(Committed):
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: [s.after_fork() for s in list(_WRITING)])
+    os.register_at_fork(after_in_child=lambda: [*map(Store.after_fork, list(_WRITING))])
