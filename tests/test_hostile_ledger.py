@@ -329,6 +329,23 @@ def test_malformed_json_names_file_cause_and_way_out(tmp_path, base, name, text)
         assert "inrun repair" in message or "copy of run.json" in message or text == "{}"
 
 
+@pytest.mark.parametrize("share", [10**400, -1, 1.5, float("nan")])
+def test_a_share_is_from_0_to_1(tmp_path, base, share):
+    folder = copy(base, tmp_path / "run")
+    edit(folder / "run.json", lambda info: info | {"coverage": {"share": share}})
+    with pytest.raises(LedgerError, match="the share of 'coverage' is"):
+        open_run(folder)
+
+
+def test_deep_json_is_refused(tmp_path, base):
+    folder, deep = copy(base, tmp_path / "run"), []
+    for _ in range(70):
+        deep = [deep]
+    edit(folder / "run.json", lambda info: info | {"model": {"layers": deep}})
+    with pytest.raises(LedgerError, match="nested more than 64 deep"):
+        open_run(folder)
+
+
 def test_bytes_that_are_no_text(tmp_path, base):
     folder = copy(base, tmp_path / "run")
     (folder / "run.json").write_bytes(b"\xff\xfe{}")

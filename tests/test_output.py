@@ -137,6 +137,16 @@ def test_writing_is_at_once_or_not_at_all(tmp_path, monkeypatch):
     assert [f.name for f in (tmp_path / "new" / "folder").iterdir()] == ["file"]
 
 
+def test_a_draft_that_is_not_ours_stays(tmp_path):
+    other = tmp_path / f".file.{os.getpid()}.tmp"
+    other.write_text("of somebody else")
+    with pytest.raises(FileExistsError):
+        write_output(tmp_path / "file", b"x")
+    assert other.read_text() == "of somebody else"
+    longest = tmp_path / ("é" * 127)  # 254 of 255 bytes
+    assert write_output(longest, b"x") == 1 and longest.exists()
+
+
 def test_without_hard_links_a_file_is_still_not_replaced(tmp_path, monkeypatch):
     def none(self, target):
         raise PermissionError(1, "Operation not permitted")
@@ -159,8 +169,8 @@ def test_links_stay_links_and_devices_are_written_to(tmp_path):
 
 
 ODD = [
-    "=1+1", "+x", "-x", "@x", "\tx", "\rx", "\nx", "'", "'=x", "a\nb", "a\r\nb", "a\rb", 'a"b', '"',
-    "a,b", " a ", "", "7", "007", "NA", "\u2028", "\x1b[2J", "\x85", "id", "\ufeffx",
+    "=1+1", "＝1", "+x", "-x", "@x", "\tx", "\rx", "\nx", "'", "'=x", "a\nb", "a\r\nb", "a\rb",
+    'a"b', '"', "a,b", " a ", "", "7", "007", "NA", "\u2028", "\x1b[2J", "\x85", "id", "\ufeffx",
 ]  # fmt: skip
 NAMES = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), unique=True)
 NUMBERS = st.lists(st.integers(-(2**63), 2**63 - 1), unique=True)
@@ -192,7 +202,7 @@ def test_csv_cells_are_no_formulas_and_lines_are_ids(tmp_path):
     file.write_bytes(write_ids(ODD, ".csv"))
     with file.open(newline="", encoding="utf-8") as lines:
         cells = [row[0] for row in csv.reader(lines)][1:]
-    assert len(cells) == len(ODD) and not [c for c in cells if c.startswith(tuple("=+-@\t\r"))]
+    assert len(cells) == len(ODD) and not [c for c in cells if c.startswith(tuple("=+-@＝\t\r"))]
     assert [c[1:] if c[:1] == "'" else c for c in cells] == ODD
     assert pd.read_csv(file, dtype=str, keep_default_na=False)["id"].tolist() == cells
     file.write_bytes(write_ids([-3, 4], ".csv"))

@@ -406,6 +406,23 @@ def test_forked_children_write_and_delete_nothing(tmp_path):
     assert_same(tables(open_run(tmp_path / "run")), expected(list(records(12))))
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_ledger_that_another_process_began_is_left_to_it(tmp_path, monkeypatch, overwrite):
+    """A child forked before the first step trains on: describing the run is not its affair."""
+    write(tmp_path / "run", records(5))
+    store = create(tmp_path / "run", overwrite=overwrite)
+    before = everything(tmp_path / "run")
+    with monkeypatch.context() as child, pytest.warns(UserWarning, match="is a forked child of it"):
+        child.setattr(os, "getpid", lambda: store._pid + 1)
+        if overwrite:
+            store.restart()
+        store.update_info(model="net")
+        store.append(next(records(1, first=5)))
+    assert everything(tmp_path / "run") == before
+    store.close()
+    assert everything(tmp_path / "run") == before
+
+
 def test_a_deleted_lock_lets_nobody_in(tmp_path):
     store, rows = create(tmp_path / "run"), list(records(6))
     store.append(rows[0])

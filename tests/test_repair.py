@@ -13,6 +13,7 @@ from inrun.cli.app import app
 from inrun.ledger.records import LedgerError
 from inrun.ledger.repair import repair
 from inrun.ledger.saved import Store, open_run
+from inrun.report.facts import facts_of
 from ledgers import assert_same, copy, everything, expected, records, tables, write
 from test_hostile_ledger import as_format_1, damage
 
@@ -207,6 +208,18 @@ def test_without_a_manifest_the_later_of_two_parts_counts(run):
     assert_same(tables(open_run(run)), expected(ROWS))
 
 
+def test_a_file_with_the_highest_number_does_not_end_the_numbering(run):
+    (run / "manifest.json").unlink()
+    (run / "values" / f"part-{'9' * 18}.parquet").write_bytes(b"of somebody else")
+    assert set(repair(run).aside) == {f"part-{'9' * 18}"}
+    with pytest.warns(UserWarning, match="the tables leave them out"):
+        store = create(run)
+    store.append(next(records(1, first=20)))
+    store.close()
+    with pytest.warns(UserWarning, match="the tables leave them out"):
+        assert open_run(run).steps()["step"].tolist() == list(range(21))
+
+
 def test_parts_of_another_run_are_set_aside(run, tmp_path):
     write(tmp_path / "other", list(records(5, seed=9, first=40)))
     for kind in ("values", "steps"):
@@ -246,3 +259,11 @@ def test_what_repair_refuses(run, tmp_path):
     result = CliRunner().invoke(app, ["repair", str(run)])
     assert result.exit_code == 2 and "has no run.json" in result.output
     assert everything(run) == before
+
+
+def test_the_size_of_a_ledger_is_that_of_its_parts(run, tmp_path):
+    """Other files may come and go meanwhile, or lead nowhere."""
+    size = open_run(run).bytes
+    assert size == sum(f.stat().st_size for f in run.rglob("*.parquet"))
+    (run / "values" / "other.parquet").symlink_to(tmp_path / "nowhere")
+    assert facts_of(open_run(run))["bytes"] == size

@@ -5,7 +5,8 @@ import functools
 import random
 import threading
 import time
-from collections import deque
+from collections import Counter as Counts
+from collections import OrderedDict, deque
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -143,6 +144,47 @@ class Attributes(Plain):
         return x + self.own + sum(self.own_list) + self.own_object.mean
 
 
+class Named(dict):
+    pass
+
+
+class Slotted:
+    __slots__ = ("calls", "mean")
+
+
+class OddAttributes(Plain):
+    """Subclasses of containers, keys that change, slots, deep containers, a leaf of the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.own_counts, self.own_named = Counts(), Named(mean=torch.zeros(5), calls=0)
+        self.own_named.mean = torch.zeros(5)
+        self.own_key, self.own_order = {0: "a"}, OrderedDict(a=1, b=2)
+        self.own_deep = {"a": [{"b": ({"c": [torch.zeros(5)]},)}]}
+        self.slotted = Slotted()
+        self.slotted.calls, self.slotted.mean = 0, torch.zeros(5)
+        self.leaf = torch.zeros(5, requires_grad=True)
+
+    def state(self):
+        slots = [self.slotted.calls, self.slotted.mean, self.leaf.detach(), self.own_named.mean]
+        return [*super().state(), *slots]
+
+    def write(self, x):
+        mean = x.detach().mean(0)
+        self.own_counts["calls"] += 1
+        self.own_named["mean"] += mean
+        self.own_named.mean += mean
+        self.own_named["calls"] += 1
+        key = next(iter(self.own_key))
+        self.own_key[key + 1] = self.own_key.pop(key)
+        self.own_order.move_to_end(next(iter(self.own_order)))
+        self.own_deep["a"][0]["b"][0]["c"][0] += mean
+        self.slotted.calls, self.slotted.mean = self.slotted.calls + 1, self.slotted.mean + mean
+        with torch.no_grad():
+            self.leaf += mean
+        return x * (1 + 0.1 * self.own_counts["calls"] + key) + self.leaf.detach()
+
+
 class Counter(Plain):
     def __init__(self):
         super().__init__()
@@ -205,7 +247,7 @@ class Hooked(Plain):
 
 MODELS = [
     Buffer, ThroughData, ThroughNumpy, Replaced, OtherData, Large, Later, LaterLarge, Registered,
-    Attributes, Counter, OwnGenerators, Normalised, FrozenTable, Hooked,
+    Attributes, OddAttributes, Counter, OwnGenerators, Normalised, FrozenTable, Hooked,
 ]  # fmt: skip
 
 

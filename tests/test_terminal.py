@@ -164,6 +164,25 @@ def test_the_report_holds_names_as_data_only(run, examples, tmp_path):
     assert "[red]" not in outside and "\x1b" not in outside and "pwned=1<" not in outside
 
 
+def test_the_report_holds_half_a_surrogate_pair_as_a_question_mark(tmp_path):
+    store = Store.create(tmp_path / "run", {}, ["a"], ["secant"])
+    store.update_info(model="half \ud800")
+    store.close()
+    file = tmp_path / "report.html"
+    run = open_run(tmp_path / "run")
+    assert run.info["model"] == "half \ud800"
+    write_report(run, file)
+    assert "half ?" in file.read_text("utf-8")
+
+
+def test_long_ids_hide_no_numbers(tmp_path):
+    store = Store.create(tmp_path / "run", {}, ["a"], ["secant"])
+    store.append(StepRecord(0, np.array(["x" * 150], object), np.array([[[0.25]]]), 0.1))
+    store.close()
+    shown = CliRunner().invoke(app, ["top", str(tmp_path / "run")]).stdout
+    assert "0.25" in shown and shown.count("x") == 150 and "…" not in shown
+
+
 def test_a_runs_own_words_are_inert(run):
     assert not steers(repr(open_run(run)))
     tally = Tally()

@@ -265,6 +265,26 @@ def test_a_reply_has_a_largest_size(out):
         assert why in outcome.failed[0]["why"], name
 
 
+def test_the_body_of_a_redirect_is_not_read(out):
+    sent = []
+
+    def send(handler):
+        handler.send_response(307)
+        handler.send_header("Location", "/v1/chat/completions")
+        handler.end_headers()
+        for _ in range(64):
+            handler.wfile.write(bytes(1 << 20))
+            sent.append(1 << 20)
+
+    with ChatServer(lambda text, r: fine(text, r) if len(server.requests) > 1 else send) as server:
+        outcome = go(server, out, SOURCES[:1], retries=0)
+        assert outcome.complete == 1 and len(server.requests) == 2
+    assert sum(sent) < 32 << 20  # what the buffers between the two hold
+    with ChatServer(lambda text, request: send) as server:
+        outcome = go(server, out.with_name("round.jsonl"), SOURCES[:1], retries=0)
+        assert len(outcome.failed) == 1 and len(server.requests) == 6
+
+
 def test_files_of_others_are_not_touched(out, tmp_path):
     foreign = tmp_path / "foreign.jsonl"
     foreign.write_bytes(b'{"a": 1}\n{"cut')  # its last line would be removed if it were ours

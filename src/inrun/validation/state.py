@@ -10,9 +10,10 @@ further pass of the step, it is set back. So each pass of a step starts from the
   steps.
 * Tensors above ``_LARGEST`` bytes are not copied; a pass that writes to one is told of.
 * A pass that writes to a parameter in place is refused.
-* Not put back: state outside Python and torch (files, C extensions), global variables that the code
-  of modules sets, and plain numbers and lists of functions and objects that are no modules: a
-  counter in the closure of the loss counts validation passes, too.
+* Not put back: state outside Python and torch (files, C extensions), global variables and class
+  attributes that the code of modules sets, iterators, sparse tensors, and plain numbers and lists
+  of functions and objects that are no modules: a counter in the closure of the loss counts
+  validation passes, too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import random
 import warnings
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -138,6 +139,10 @@ class State:
         self._clean = True
         for space, before in reached.spaces:
             _put_back(space, before)
+        for x, slots in reached.slots:
+            for name, held in slots.items():
+                if getattr(x, name, None) is not held:
+                    object.__setattr__(x, name, held)
         for own in reached.empty:
             if own:
                 own.clear()
@@ -181,21 +186,20 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _put_back(space: Any, before: Any) -> None:
-    """A container with the entries that it had, where they are others now."""
-    if isinstance(space, dict):
-        if len(space) != len(before) or not all(map(is_, space.values(), before.values())):
-            space.clear()
-            space.update(before)
-    elif isinstance(space, list):
-        if len(space) != len(before) or not all(map(is_, space, before)):
-            space[:] = before
-    elif isinstance(space, deque):
-        if len(space) != len(before) or not all(map(is_, space, before)):
-            space.clear()
-            space.extend(before)
-    elif space != before:  # a set
-        space.clear()
-        space.update(before)
+    """A container with the entries that it had, where they are others now.
+
+    By the methods of the built-in type: a subclass (``collections.Counter``) may have changed them.
+    """
+    kind: Any = next(k for k in (OrderedDict, dict, list, deque, set) if isinstance(space, k))
+    if kind is set:
+        same = space == before
+    else:
+        same = len(space) == len(before) and all(map(is_, space, before))
+    if issubclass(kind, dict):
+        same = same and all(map(is_, kind.values(space), before.values()))
+    if not same:
+        kind.clear(space)
+        (kind.extend if kind in (list, deque) else kind.update)(space, before)
 
 
 def _state_of(generator: Any) -> Any:
