@@ -304,8 +304,9 @@ def compile_backend() -> Any:
     the function that ``torch.compile`` returned, which is on the call stack. So the stack is
     searched for that function, by its code object and not by a name that other code may use.
 
-    If that fails (a torch that is built differently), the backend is still certain if the process
-    has used only one. Otherwise it is inductor, with a warning.
+    If that fails (a torch that is built differently), torch's list of the backends in use since the
+    last ``torch.compiler.reset()`` answers if there is only one. Otherwise it is inductor, with a
+    warning.
 
     Public replacement: none. Tried: 2.13; 2.11 has the same function and variable in its source.
     """
