@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -71,6 +72,67 @@ def demo() -> str:
         cells = " | ".join(f"{run['mean']['accuracy_after'][key]:.1%}" for run in runs)
         lines.append(f"| accuracy, {name} | {cells} |")
     return "\n".join(lines)
+
+
+def numbers() -> str:
+    """The four numbers of the README, each with its conditions and where it is worse."""
+    lines = ["| | measured | where it is worse |", "|---|---|---|"]
+    return "\n".join([*lines, _near_exact(), _adding_up(), _share_of_plain(), _flipped()])
+
+
+def _near_exact() -> str:
+    cells = experiments.load("fidelity").committed()["paper"]["summary"]["cells"]
+    found = {c["stage"]: c["secant"] for c in cells if c["model"] == "gpt2-small"}
+    R = {stage: x["R"]["mean"] for stage, x in found.items()}
+    rates = experiments.load("learning-rates").committed()["paper"]["summary"]["cells"]
+    worst = min(c["secant"]["R"] for c in rates if c["model"] == "gpt" and c["lr"] <= 1e-3)
+    return (
+        f"| **near exact Shapley values** | correlation {R['5–19']:.4f} at steps 5 to 19, "
+        f"{R['100+']:.4f} from step 100 on, error {found['100+']['error']['mean']:.1%} (GPT-2 "
+        "small, AdamW at 3e-4, batches of 10, all 1,024 coalitions, float64, one seed) "
+        f"| {R['0–4']:.2f} at steps 0 to 4, where Adam is nearly a sign function; {worst:.2f} "
+        "where the loss falls off a cliff within one step (byte-level GPT, 1e-3, step 20) |"
+    )
+
+
+def _adding_up() -> str:
+    summary = experiments.load("adds-up").committed()["paper"]["summary"]
+    share = {k: run["explained"]["secant"] for k, run in summary.items()}
+    return (
+        f"| **they add up** | {share['adamw-3e-4']:.1%} of what the batches did to the validation "
+        "loss, over a whole run (byte-level GPT, AdamW at 3e-4) "
+        f"| {share['adamw-1e-3']:.0%} at 1e-3; {share['nadam-1e-3']:.0%} with NAdam, "
+        f"{share['rmsprop-1e-3']:.0%} with RMSprop at 1e-3, {share['sgd-1e-1']:.0%} with SGD at "
+        "0.1 |"
+    )
+
+
+def _share_of_plain() -> str:
+    wanted = [
+        ("h200", "gpt2", "fast"), ("h200", "gpt2-compile", "fast"), ("h200", "batch-4", "fast"),
+        ("cpu", "gpt-4x128", "bitwise"),
+    ]  # fmt: skip
+    runs = [(costs(device, name)[0][1], variant) for device, name, variant in wanted]
+    eager, compiled, small, cpu = (_of(run, variant)["ratio"] for run, variant in runs)
+    return (
+        f"| **cost** | {eager:.0%} of plain throughput in eager mode, {compiled:.0%} under "
+        "`torch.compile` (GPT-2 small, 16 × 1,024 tokens, bfloat16, every parameter, "
+        '`training="fast"`, H200, a host that keeps up) '
+        f"| {small:.0%} at batches of 4 (eager); {cpu:.0%} for a small GPT on two CPU cores, "
+        '`"bitwise"` |'
+    )
+
+
+def _flipped() -> str:
+    digits = results("demo")["mean"]["auroc"]
+    text = experiments.load("mislabel").committed()["paper"]["summary"]
+    found = text["SST-2, 3 epochs, 10% flipped"]["detectors"]
+    harm, loss = (found[k]["auroc"]["mean"] for k in ("harm, secant", "loss, mean over epochs"))
+    return (
+        f"| **flipped labels found** | AUROC {digits['harm']:.3f}, by the final training loss "
+        f"{digits['loss']:.3f} (10 % of digits flipped, ConvNet, 20 epochs, 5 seeds) "
+        f"| {harm:.2f} on SST-2, 3 epochs, where the mean loss over epochs has {loss:.2f} |"
+    )
 
 
 def reproduced() -> dict[str, Callable[[], str]]:
@@ -304,6 +366,7 @@ SCALING = {
             "targets-16"),
 }  # fmt: skip
 TABLES: dict[str, Callable[[], str]] = {
+    "numbers": numbers,
     "gpu": gpu,
     "demo": demo,
     "reproduce": overview.table,
@@ -318,6 +381,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "stages": stages,
     "precision": precision,
     "choices": choices,
+    **{f"short-{name}": partial(overview.short, name) for name in experiments.EXPERIMENTS},
 } | reproduced()
 
 

@@ -23,7 +23,7 @@ HEAD = heading(
     "claim", "size", "the paper", "tangent + current (its estimator)", "secant + midpoint (inrun)",
     "SGD proxy",
 )  # fmt: skip
-HEADLINES = (  # the rows of the README: of an experiment the first that has these words
+HEADLINES = (  # the rows of docs/accuracy.md: of an experiment the first that has these words
     ("fidelity", "100+ (gpt2-small)"),
     ("learning-rates", "(gpt2-small)"),
     ("learning-rates", "(gpt)"),
@@ -52,6 +52,11 @@ def headlines() -> str:
     """One or two rows of each."""
     rows = (next((x for x in found(n) if words in x), None) for n, words in HEADLINES)
     return "\n".join([*HEAD, *(x for x in rows if x is not None)])
+
+
+def short(name: str) -> str:
+    """The rows of one experiment, for the head of its page."""
+    return "\n".join([*HEAD, *found(name)])
 
 
 def found(name: str) -> list[str]:

@@ -42,6 +42,29 @@ def test_links_lead_somewhere():
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 90
+
+
+def test_architecture_names_what_exists():
+    text = (ROOT / "docs/architecture.md").read_text()
+    package = ROOT / "src/inrun"
+    for name in set(re.findall(r"`([\w/]+(?:\.py|/))`", text)):
+        place = (
+            ROOT
+            if name.startswith(("tests/", "benchmarks/", "docs/", "experiments/", "src/"))
+            else package
+        )
+        assert (place / name).exists(), f"docs/architecture.md names {name}"
+    rooms = text[text.index("## Rooms") : text.index("## Who may import whom")]
+    for path in package.iterdir():
+        if path.suffix == ".py" or (path / "__init__.py").exists():
+            name = path.name if path.suffix else f"{path.name}/"
+            assert name.startswith("__") or f"`{name}`" in rooms, (
+                f"{name} is not in the table of rooms"
+            )
+
+
 def test_version():
     import inrun
 

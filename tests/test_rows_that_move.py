@@ -248,6 +248,38 @@ def test_a_shared_input_as_long_as_the_batch_is_refused():
         step(Memory(), mse, batch)
 
 
+@pytest.mark.filterwarnings("ignore:the targets' validation batches cannot be joined")
+def test_a_shared_input_beside_targets_that_share_a_pass_is_refused():
+    """In the joined pass, which is inrun's own, both have eight rows."""
+    batch = torch.randn(B, 6), torch.randn(B, 6), torch.randn(B, 3)
+    targets = {k: [(torch.randn(B, 6), batch[1], torch.randn(B, 3))] for k in "ab"}
+    with pytest.raises(inrun.CaptureError, match=r"input\.1 has one entry for each id"):
+        step(Memory(), mse, batch, validation=None, targets=targets)
+
+
+def test_a_shared_input_in_chunks_is_refused():
+    batch = torch.randn(B, 6), torch.randn(B, 6), torch.randn(B, 3)
+    with pytest.raises(inrun.CaptureError, match=r"input\.1 has one entry for each id"):
+        step(Memory(), mse, batch, chunk=2)
+
+
+def test_what_comes_before_the_batch_does_not_count():
+    """A tensor of another length is the first argument."""
+
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 3), nn.Linear(7, 3)
+
+        def forward(self, weights, x, z):
+            return weights * self.a(x) + self.b(z)
+
+    batch = torch.randn(3), torch.randn(B, 6), torch.randn(B, 7), torch.randn(B, 3)
+    model = Weighted()
+    expected = truth(model, batch)
+    assert np.allclose(step(model, mse, batch), expected, rtol=1e-9, atol=1e-12)
+
+
 def test_a_shared_input_is_known_from_a_batch_of_another_size():
     x, memory, y = torch.randn(B, 6), torch.randn(B, 6), torch.randn(B, 3)
     model, other = Memory(), (torch.randn(7, 6), memory, torch.randn(7, 3))

@@ -80,8 +80,8 @@ def table(committed: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def readme(committed: dict[str, Any]) -> str:
-    """For the README: the byte-level GPT, three learning rates, every probed step."""
+def by_step(committed: dict[str, Any]) -> str:
+    """For docs/accuracy.md: the byte-level GPT, three learning rates, every probed step."""
     names = {"secant": "inrun (secant)", "tangent": "the paper (tangent)", "sgd": "SGD proxy"}
     lines = heading("learning rate", "step", *names.values())
     for r in committed["smoke"]["summary"]["probes"]:
@@ -102,7 +102,7 @@ EXPERIMENT = Experiment(
     summarise=summarise,
     headline=headline,
     tables={
-        "fidelity": readme, "reproduce-learning-rates": table,
+        "fidelity": by_step, "reproduce-learning-rates": table,
         "reproduce-learning-rates-goals": local.goals_tables,
     },
     figures={"reproduce-learning-rates.png": drawn_by("experiments.learning_rates.figure")},

@@ -453,3 +453,10 @@ def test_a_norm_over_the_merged_examples():
         grad = p.model.get_parameter(k).grad.view(4, 3, 3)
         expected = torch.stack([grad * (torch.arange(4) == i)[:, None, None] for i in range(4)])
         assert close(rows, expected.view(4, 12, 3), 1e-9), k
+
+
+def test_the_energy_of_look_ups_is_exact():
+    """Tokens that look up the same row are added before they are squared."""
+    ids = torch.tensor([[0, 2, 0, 5], [5, 5, 5, 1]])
+    record = Lookup(ids, torch.randn(2, 4, 3), 7)
+    assert float(record.energy()) == pytest.approx(float(record.rows().square().sum()), rel=1e-12)

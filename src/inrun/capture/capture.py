@@ -13,8 +13,8 @@ are formed anyway, its gradient is their sum (``training="fast"``).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from inrun.capture.meeting import (
     shapes_suffice,
     summed_leaves,
 )
-from inrun.capture.mode import Mode
+from inrun.capture.mode import BACKWARD, PASSED_ON, Mode
 from inrun.capture.pairs import halves
 from inrun.capture.provenance import LIKE, Provenance
 from inrun.capture.recall import Followed, Met, Recall
@@ -45,7 +45,7 @@ from inrun.capture.tap import (
     tapped,
 )
 from inrun.capture.whole import run_whole, whole
-from inrun.errors import nested, nothing_recorded, refusal, unproven_rows
+from inrun.errors import nested, nothing_recorded, refusal
 from inrun.gradients import Call, Form, op_rule, replay
 from inrun.gradients.blocks import Blocks
 from inrun.gradients.nodes import Node
@@ -53,13 +53,6 @@ from inrun.tensors.arguments import flatten, present
 from inrun.tensors.autocast import Autocast, current
 from inrun.tensors.layout import MIXED, Layout, Lost, in_place, name_of, tensors_in
 from inrun.torch_compat import base_of, composite, functorch_transforms_active, saved_tensors_hooks
-
-# Not followed: questions whose answers are no tensors.
-_PASS = {
-    Tensor.dim, Tensor.size, Tensor.numel, Tensor.stride, Tensor.is_contiguous,
-    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "device", "dtype", "is_cuda")),
-}  # fmt: skip
-_BACKWARD = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
 class Capture(Provenance):
@@ -123,17 +116,6 @@ class Capture(Provenance):
             self.live = None
             self._forget_tensors()
 
-    def validation_sizes(self, micros: Iterable[MicroBatch]) -> AbstractContextManager[None]:
-        """Around validation passes: their sizes may prove what is still a claim."""
-        unproven = any(self.claims.unproven(micro.claims) for micro in micros)
-        return self.entries.validation() if unproven else nullcontext()
-
-    def refuse_unproven(self, micros: Iterable[MicroBatch]) -> None:
-        """An input was taken for one row per example because of its length alone."""
-        for micro in micros:
-            if unproven := self.claims.unproven(micro.claims):
-                raise unproven_rows(unproven[0], micro.claims[unproven[0]])
-
     def _stance(self) -> Any:
         """What is compiled goes through our backend, or runs eagerly where it cannot."""
         if self._eager_only:
@@ -194,9 +176,9 @@ class Capture(Provenance):
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One intercepted call."""
         self.calls += 1
-        if func in _PASS:
+        if func in PASSED_ON:
             return func(*args, **kwargs)
-        if func in _BACKWARD:
+        if func in BACKWARD:
             return self._run_backward(func, args, kwargs)
         assert self.live is not None
         if functorch_transforms_active():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from inrun.capture.anchors import Claims, Entries, named_tensors
 from inrun.capture.tap import Known, MicroBatch
+from inrun.errors import unproven_rows
 from inrun.tensors.layout import Kind, Layout
 from inrun.torch_compat import in_backward
 
@@ -32,6 +33,9 @@ class Inputs:
         def _one(self, info: Any) -> Any: ...
         def _as_data(self, t: Tensor) -> Layout | Kind: ...
 
+    def __init__(self) -> None:
+        self._first: str | None = None  # the model's input that is certain to be the batch
+
     def forget_inputs(self) -> None:
         self._inside: list[nn.Module] = []  # module calls that are under way
         self.anchored = False  # is it known which tensors are the batch?
@@ -52,6 +56,8 @@ class Inputs:
             self.entries.called.add(module)
         given = [*named_tensors(args, "input"), *named_tensors(kwargs)]
         if whole:
+            rows = (k for k, t in given if self._has_rows(t))
+            self._first = next(rows, self._first)
             self._note_sizes(given)
             self.anchor(given, first=True)
         else:
@@ -62,11 +68,18 @@ class Inputs:
             self._inside.pop()
 
     def _note_sizes(self, given: Sequence[tuple[str, Tensor]]) -> None:
-        """How long each input is beside the first one: what has the same length in batches of two
+        """How long each input is beside the batch: what has the same length in batches of two
         sizes holds a row per example, what has not does not."""
-        sized = [(k, t.shape[self.batch_dim]) for k, t in given if t.ndim > self.batch_dim]
-        for k, n in sized[1:]:
-            self.claims.seen(k, sized[0][1], n)
+        sizes = {k: t.shape[self.batch_dim] for k, t in given if t.ndim > self.batch_dim}
+        if self._first is None or (batch := sizes.pop(self._first, None)) is None:
+            return
+        for k, n in sizes.items():
+            self.claims.seen(k, batch, n)
+
+    def _has_rows(self, t: Tensor) -> bool:
+        """Does it have an entry for each example?"""
+        assert self.live is not None
+        return t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B
 
     def anchor(self, given: Sequence[tuple[str, Tensor]], first: bool = False) -> None:
         """The model receives these: data with an entry for each example is the batch. ``first``:
@@ -83,3 +96,13 @@ class Inputs:
             if not first and self.claims.shared(name):
                 self._info[t] = CONSTANT
             first, self.anchored = False, True
+
+    def settle_claims(self, micros: Sequence[MicroBatch], validate: Callable[[], Any]) -> None:
+        """Refuse inputs that were taken for one row per example because of their length alone, if
+        the sizes of the validation batches do not prove it either."""
+        claims = {c: operation for micro in micros for c, operation in micro.claims.items()}
+        if self.claims.unproven(claims):
+            with self.entries.validation():
+                validate()
+            for claim in self.claims.unproven(claims):
+                raise unproven_rows(claim, claims[claim])

@@ -6,9 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from inrun.torch_compat import get_eval_frame_callback, skip_code
+
+# Not followed: questions whose answers are no tensors.
+PASSED_ON = {
+    Tensor.dim, Tensor.size, Tensor.numel, Tensor.stride, Tensor.is_contiguous,
+    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "device", "dtype", "is_cuda")),
+}  # fmt: skip
+BACKWARD = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
 class Mode(TorchFunctionMode):

@@ -55,6 +55,7 @@ class Provenance(Inputs):
     def __init__(
         self, modules: Sequence[nn.Module], params: Mapping[str, Tensor], batch_dim: int
     ) -> None:
+        super().__init__()
         self.modules, self.batch_dim = modules, batch_dim
         self.live: MicroBatch | None = None
         self._planning = False
@@ -124,7 +125,7 @@ class Provenance(Inputs):
         assert self.live is not None
         if t.is_nested:
             return lost("a nested tensor")
-        if t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B:
+        if self._has_rows(t):
             return Layout(self.batch_dim, data=True)
         self._shapes.append(tuple(t.shape))
         return OUTSIDE

@@ -80,8 +80,8 @@ class MicroBatch:
 
     def energy(self) -> float:
         """Σ_i ‖g_i‖², up to a few per cent: see ``Record.energy``."""
-        parts = [r.energy() for records in self.records.values() for r in records]
-        return float(sum(float(x) for x in parts))
+        parts = [r.energy().double() for records in self.records.values() for r in records]
+        return float(torch.stack([x.to(parts[0].device) for x in parts]).sum())
 
 
 @dataclass(eq=False)

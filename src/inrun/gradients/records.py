@@ -61,11 +61,12 @@ class Record:
     def energy(self) -> Tensor:
         """Σ_i ‖g_i‖². Where the gradients are not formed: estimated, without bias, from their
         products with one direction of random signs."""
-        generator, like = torch.Generator().manual_seed(0), self.like()
+        like = self.like()
         shape = (*self.shape, 2) if like.is_complex() else self.shape
-        signs = torch.randint(0, 2, shape, generator=generator) * 2.0 - 1.0
+        generator = torch.Generator(like.device).manual_seed(0)
+        signs = torch.randint(0, 2, shape, generator=generator, device=like.device) * 2.0 - 1.0
         signs = torch.view_as_complex(signs) if like.is_complex() else signs
-        return self.dot(signs.to(like.device, wide(like).dtype)).square().sum()
+        return self.dot(signs.to(wide(like).dtype)).square().sum()
 
     def like(self) -> Tensor:
         """A tensor of the gradients' type."""
@@ -239,6 +240,17 @@ class Lookup(Record):
         out = self.delta.new_zeros(B * self.size, O)
         at = self.ids + torch.arange(B, device=self.ids.device)[:, None] * self.size
         return out.index_add_(0, at.flatten(), self.delta.reshape(B * T, O)).view(B, self.size, O)
+
+    def energy(self) -> Tensor:
+        """Exact: the tokens of an example that look up the same row are added first."""
+        B, T, O = self.delta.shape  # noqa: E741
+        rows = self.ids + torch.arange(B, device=self.ids.device)[:, None] * self.size
+        found, order = rows.flatten().sort()
+        new = torch.ones_like(found)
+        new[1:] = found[1:] != found[:-1]
+        delta = wide(self.delta).reshape(B * T, O)[order]
+        sums = torch.zeros_like(delta).index_add_(0, new.cumsum(0) - 1, delta)
+        return real(sums).square().sum()
 
     def joins(self, other: Record) -> bool:
         """Are the table's gradients formed anyway (it is the head's weight, too), so that g_i can

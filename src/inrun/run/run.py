@@ -294,9 +294,8 @@ class Run(Summary, Tables):
         score: Score | Begun = Score()
         if len(micros) == len(self._pending):
             check, self._check = self._check, None
-            with self._capture.validation_sizes(micros):
-                score = self._scorer.begin(self.step, micros, ids, self._audited(), check)
-            self._capture.refuse_unproven(micros)
+            score = self._scorer.begin(self.step, micros, ids, self._audited(), check)
+            self._capture.settle_claims(micros, self._validator.look)
         self._begin()
         record = StepRecord(self.step, ids, None, lr, float(self.config.every))
         self._taking = record, score

@@ -54,7 +54,7 @@ class Clipping:
         """With the factor for the part across G; ``energy`` is Σ‖g_i‖²."""
         if self.norm is None:
             return self
-        GG = sum(float(g.double().square().sum()) for g in G)
+        GG = sum(x * x for x in _norms(G))
         alpha = (np.arange(1000) + 0.5) / 1000
         size = self.scale * np.sqrt(alpha**2 * GG + alpha * (1 - alpha) * energy)
         return replace(self, across=float(np.minimum(1.0, self.norm / size).mean()))

@@ -90,6 +90,12 @@ class Validator:
 
         self._batches = [[tree_map(move, b) for b in bs] for bs in drawn]
 
+    def look(self) -> None:
+        """Let the model see each batch on its own and whole, as the loss function gets it."""
+        if self.chunk is None:
+            with self.evaluating():
+                self.losses()
+
     def losses(self) -> list[float]:
         """ℓ of each target."""
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
