@@ -388,5 +388,5 @@ def as_format_1(folder):
 
 def test_parts_say_to_which_run_they_belong(base):
     schema = pq.read_schema(base / "steps" / "part-000000.parquet")
-    assert schema.metadata[b"inrun.run.run"].decode() == open_run(base).info["run"]
+    assert schema.metadata[b"inrun.run"].decode() == open_run(base).info["run"]
     assert isinstance(pd.read_parquet(base / "values"), pd.DataFrame)  # any tool reads them

@@ -421,7 +421,7 @@ def test_a_loop_that_still_holds_its_loss(estimator, kind, monkeypatch):
     """Its graph keeps nodes alive that belong to another stream than the recording's."""
 
     def run_of(model, before):
-        monkeypatch.setattr("inrun.recorded._BEFORE", before)
+        monkeypatch.setattr("inrun.validation.cuda_graph._BEFORE", before)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         X, Y = torch.randn(8, 4).cuda(), torch.randint(0, 3, (8,)).cuda()
         options = {"validation": [(X[:3], Y[:3])], "loss": val_loss, "audit_every": 0}

@@ -19,12 +19,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from inrun.copies import slots_of
+from inrun.torch_compat import (
+    MODULE_ATTRIBUTES,
+    MODULE_HOOKS,
+    MODULE_STORES,
+    NormBase,
+    buffers_of,
+    parameters_of,
+    version_of,
+)
+from inrun.validation.copies import slots_of
 
 _DEPTH = 4  # objects and functions inside each other, from a module or a function on
 _DEEPEST = 16  # containers
@@ -32,8 +40,6 @@ _LARGEST = 4096  # entries of a container whose entries are looked at
 _PLAIN = frozenset([int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device])
 _NOTHING = _PLAIN | {torch.Size, type, types.ModuleType, types.BuiltinFunctionType, slice, range}
 _BUILT_IN = frozenset([dict, OrderedDict, defaultdict, list, set, deque])
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Their forward pass writes to nothing, and they hold nothing but parameters and plain values.
 _STATELESS = frozenset([
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Dropout,
@@ -78,7 +84,7 @@ class Reached:
             for _, copy in (*self.spaces, *self.slots)
             if isinstance(copy, dict)
         ]
-        own = [(i, t._version) for i, t in self.tensors.items() if i not in self.statistics]
+        own = [(i, version_of(t)) for i, t in self.tensors.items() if i not in self.statistics]
         return tuple(x for x in plain if x), tuple(self.plain), tuple(own)
 
     def _module(self, module: nn.Module) -> None:
@@ -86,29 +92,29 @@ class Reached:
             return
         self._seen.add(id(module))
         space = vars(module)
-        hooked = any(map(space.get, _HOOKS))
+        hooked = any(map(space.get, MODULE_HOOKS))
         if hooked:
-            for f in (f for name in _HOOKS for f in space.get(name, {}).values()):
+            for f in (f for name in MODULE_HOOKS for f in space.get(name, {}).values()):
                 self._value(f, 0, inside=True)
-        bare = not hooked and not module._buffers and "forward" not in space
+        bare = not hooked and not buffers_of(module) and "forward" not in space
         if type(module) in _STATELESS and bare:
             return
         self.spaces.append((space, space.copy()))
-        for own in (space["_buffers"], space["_parameters"], space["_modules"]):
+        for own in map(space.__getitem__, MODULE_STORES):
             if own:
                 self.spaces.append((own, own.copy()))
             else:
                 self.empty.append(own)
-        for t in module._buffers.values():
+        for t in buffers_of(module).values():
             if t is not None:
                 self._tensor(t)
-                if isinstance(module, _NormBase):
+                if isinstance(module, NormBase):
                     self.statistics.add(id(t))
         for name, x in space.items():
-            if name not in _OF_EVERY_MODULE and type(x) not in _NOTHING:
+            if name not in MODULE_ATTRIBUTES and type(x) not in _NOTHING:
                 self._value(x, 0, inside=True)
         if space.get("max_norm") is not None:  # an embedding whose forward pass shortens its rows
-            for p in module._parameters.values():
+            for p in parameters_of(module).values():
                 if p is not None and not p.requires_grad:
                     self.tensors[id(p)] = p
 
