@@ -52,7 +52,7 @@ test-gpu:
 	PYTHONPATH=src python3 benchmarks/gpu_suite.py
 
 test-crash: $(STAMP)
-	INRUN_KILLS=50 $(BIN)/python -m pytest tests/test_store.py tests/test_kill.py -k killed -s
+	INRUN_KILLS=50 $(BIN)/python -m pytest tests/ledger/test_store.py tests/run/test_kill.py -k killed -s
 
 # Report tests open a real browser; without one they are skipped and say so.
 browser:

@@ -7,35 +7,12 @@ import json
 import sys
 
 import pytest
-from chat_server import KEY, ChatServer, Status, completion, drip, flood, slow
 
+from helpers.chat_server import KEY, ChatServer, Status, completion, drip, flood, slow
+from helpers.variants import NAMES, SOURCES, fine, good, rows
 from inrun.variants import Endpoint, Settings, Source, VariantsError, generate
 from inrun.variants.prompts import CATEGORIES, SYSTEM
-from inrun.variants.tokens import CAPITALS, surface
-
-NAMES = ("Alba", "Bruno", "Clara", "Dante", "Edith", "Felix")
-SOURCES = [
-    Source(i, f"In spring young {name} sold the old farm near the lake and went to sea.")
-    for i, name in enumerate(NAMES)
-]
-TAGS = ("red", "blue", "green", "white", "black")
-
-
-def good(text, n=3):
-    """Variants of any source that pass."""
-    said = surface(text)
-    return {
-        "partial_same": [" ".join(said[:-3]) + "."],
-        "paraphrase": [
-            " ".join([*said[:i], tag, *said[i + 5 :]]) for i, tag in enumerate(TAGS[:n])
-        ],
-        "significant_paraphrase": [f"Someone left home under a {tag} sail." for tag in TAGS[:n]],
-        "similar_topic": [f"Dairy prices rose again this {tag} autumn." for tag in TAGS[:n]],
-    }
-
-
-def fine(text, request):
-    return completion(json.dumps(good(text)))
+from inrun.variants.tokens import CAPITALS
 
 
 def first_then(bad):
@@ -59,10 +36,6 @@ def out(tmp_path):
 def go(server, out, sources=SOURCES, settings=None, timeout=30, retries=2, model="m", **more):
     endpoint = Endpoint(model, server.url, timeout=timeout, retries=retries)
     return generate(sources, out, endpoint, CAPITALS, settings, **more)
-
-
-def rows(path):
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
 def test_variants_in_order_with_the_papers_request(out, monkeypatch):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import inrun
-from zoo import GPT
+from helpers.zoo import GPT
 
 BYTES = 64
 

@@ -9,13 +9,22 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from helpers.ledgers import (
+    as_format_1,
+    assert_same,
+    copy,
+    damage,
+    everything,
+    expected,
+    records,
+    tables,
+    write,
+)
 from inrun.cli.app import app
 from inrun.ledger.records import LedgerError
 from inrun.ledger.repair import repair
 from inrun.ledger.saved import Store, open_run
 from inrun.report.facts import facts_of
-from ledgers import assert_same, copy, everything, expected, records, tables, write
-from test_hostile_ledger import as_format_1, damage
 
 ROWS = list(records(20))
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_zoo import MUON, OPTIONS, Case
 from torch import optim
 
+from helpers.optimizer_zoo import MUON, OPTIONS, Case
 from inrun.optimizers import rule_for
 
 FUSED = {optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad}

@@ -13,11 +13,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from helpers.ledgers import (
+    as_format_1,
+    assert_same,
+    copy,
+    damage,
+    edit,
+    everything,
+    expected,
+    records,
+    tables,
+    write,
+)
 from inrun.ledger import files
 from inrun.ledger import tables as reading
 from inrun.ledger.records import LedgerError
 from inrun.ledger.saved import Store, open_run
-from ledgers import assert_same, copy, edit, everything, expected, records, tables, write
 
 ROWS = list(records(20))
 HOSTILE = [
@@ -197,19 +208,6 @@ def right_or_refused(folder, right):
     return found is None
 
 
-def damage(data: bytes, rng: np.random.Generator) -> bytes:
-    """Bits flipped, a cut, a piece overwritten, moved or doubled."""
-    kind, n = rng.integers(7), len(data)
-    a, b = sorted(int(x) for x in rng.integers(0, n, 2))
-    if kind <= 2:
-        changed = bytearray(data)
-        for _ in range(1 if kind == 0 else int(rng.integers(1, 6))):
-            changed[int(rng.integers(n))] ^= 1 << int(rng.integers(8))
-        return bytes(changed)
-    pieces = {3: data[:a], 4: data[:a] + bytes(b - a) + data[b:], 5: data[:a] + data[b:]}
-    return pieces.get(int(kind), data[:b] + data[a:])
-
-
 def fuzz(base, work, right, rounds, seed):
     """Damage one file at a time; in files of the same name but other content nothing is cached."""
     rng = np.random.default_rng(seed)
@@ -372,18 +370,6 @@ def test_a_ledger_of_format_1_is_readable_and_continued(tmp_path, base, right):
     store.close()
     assert json.loads((folder / "run.json").read_text())["version"] == 2
     assert_same(tables(open_run(folder)), expected([*ROWS, *more]))
-
-
-def as_format_1(folder):
-    for name, drop in (("run.json", ["check"]), ("manifest.json", ["check", "replaced", "lost"])):
-        content = json.loads((folder / name).read_text())
-        for key in drop:
-            del content[key]
-        for part in content.get("parts", []):
-            del part["sha256"]
-        if name == "run.json":
-            content["version"] = 1
-        (folder / name).write_text(json.dumps(content))
 
 
 def test_parts_say_to_which_run_they_belong(base):

@@ -9,49 +9,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import inrun
+from helpers.loops import MODELS, Dropped, next_token
+from helpers.zoo import GPT, ZOO, V
 from inrun.exact import reference
-from zoo import GPT, ZOO, V
 
 B, LENGTH = 6, 5
-
-
-def next_token(model, ids):
-    return F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
-class Checkpointed(GPT):
-    """The same model with its layers recomputed in the backward pass."""
-
-    reentrant = False
-
-    def forward(self, ids):
-        x = self.embed(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant)
-        return self.norm(x) @ self.embed.weight.t()
-
-
-class Reentrant(Checkpointed):
-    reentrant = True
-
-
-class Dropped(GPT):
-    """Dropout and BatchNorm: random numbers and buffers."""
-
-    def __init__(self):
-        super().__init__()
-        self.drop, self.bn = nn.Dropout(0.3), nn.BatchNorm1d(8)
-
-    def forward(self, ids):
-        x = self.drop(self.embed(ids))
-        for layer in self.layers:
-            x = self.drop(layer(x))
-        x = self.bn(x.transpose(1, 2)).transpose(1, 2)
-        return self.norm(x) @ self.embed.weight.t()
 
 
 DATA = torch.randint(0, V, (40, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -181,7 +145,6 @@ LOOPS = {
     for f in (plain, accumulated, autocast, several_backwards, closure, clipped_by_norm,
               clipped_by_value, interrupted)
 }  # fmt: skip
-MODELS = {"gpt": GPT, "checkpointed": Checkpointed, "reentrant": Reentrant, "dropped": Dropped}
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -19,10 +19,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import inrun
+from helpers.ledgers import assert_same, everything, expected, records, tables, write
 from inrun.ledger import files, lock, outage, writer
 from inrun.ledger.records import LedgerError, MemoryLedger
 from inrun.ledger.saved import Store, open_run
-from ledgers import assert_same, everything, expected, records, tables, write
 
 
 def create(path, **options):
@@ -341,7 +341,7 @@ def test_a_state_that_is_no_state(tmp_path):
 FORKED = """
 import os, sys
 sys.path[:0] = {path!r}
-from ledgers import records
+from helpers.ledgers import records
 from inrun.ledger.saved import Store
 rows = list(records(12))
 store = Store.create({folder!r}, {{"lr": 0.1}}, ["a", "b"], ["secant"])
@@ -398,7 +398,7 @@ sys.modules["inrun"] = package
 
 def test_forked_children_write_and_delete_nothing(tmp_path):
     """Children that end as a program does (exit handlers), that use the ledger, that free it."""
-    names = {"path": [*sys.path, os.path.dirname(__file__)], "folder": str(tmp_path / "run")}  # noqa: PTH120
+    names = {"path": [*sys.path], "folder": str(tmp_path / "run")}
     bare = BARE.format(path=list(inrun.__path__))
     code = bare + FORKED.format(**names, again=bare + AGAIN.format(**names))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

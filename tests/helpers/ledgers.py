@@ -70,3 +70,28 @@ def everything(folder: Path) -> dict[str, bytes]:
         for f in sorted(folder.rglob("*"))
         if f.is_file() and f.name not in (".lock", ".writer")
     }
+
+
+def damage(data: bytes, rng: np.random.Generator) -> bytes:
+    """Bits flipped, a cut, a piece overwritten, moved or doubled."""
+    kind, n = rng.integers(7), len(data)
+    a, b = sorted(int(x) for x in rng.integers(0, n, 2))
+    if kind <= 2:
+        changed = bytearray(data)
+        for _ in range(1 if kind == 0 else int(rng.integers(1, 6))):
+            changed[int(rng.integers(n))] ^= 1 << int(rng.integers(8))
+        return bytes(changed)
+    pieces = {3: data[:a], 4: data[:a] + bytes(b - a) + data[b:], 5: data[:a] + data[b:]}
+    return pieces.get(int(kind), data[:b] + data[a:])
+
+
+def as_format_1(folder):
+    for name, drop in (("run.json", ["check"]), ("manifest.json", ["check", "replaced", "lost"])):
+        content = json.loads((folder / name).read_text())
+        for key in drop:
+            del content[key]
+        for part in content.get("parts", []):
+            del part["sha256"]
+        if name == "run.json":
+            content["version"] = 1
+        (folder / name).write_text(json.dumps(content))

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_zoo import MUON, OPTIONS, Case, Moment, table
 from torch import Tensor, optim
 
+from helpers.optimizer_zoo import MUON, OPTIONS, Case, Moment, table
 from inrun.optimizers import Rule, rule_for
 from inrun.optimizers.base import _raise
 

@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from helpers.captures import captured, close, gradients_of, reference_rows
+from helpers.zoo import Problem
 from inrun.gradients.derivative import MANY, each
 from inrun.gradients.nodes import _linear, directions
 from inrun.gradients.records import Dense, Lookup, Pair
-from test_zoo import captured, close, gradients_of, reference_rows
-from zoo import Problem
 
 
 class Op(nn.Module):

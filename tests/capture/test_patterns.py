@@ -13,25 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
-from test_zoo import captured, close, gradients_of, reference_rows
-from zoo import Problem
+from helpers.captures import captured, close, gradients_of, reference_rows
+from helpers.small_models import Model, square, watched
+from helpers.zoo import Problem
 
 N = 4
-
-
-class Model(nn.Module):
-    """Some layers and parameters, and a function of them and the input."""
-
-    def __init__(self, function, **parts):
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            if isinstance(part, tuple):
-                part = nn.Parameter(torch.randn(part))
-            setattr(self, name, part)
-
-    def forward(self, x):
-        return self.function(self, x)
 
 
 def recurrent(m, x):
@@ -156,16 +142,6 @@ def test_pattern(name, form, fast):
     for k, g in expected.items():
         assert close(rows[k], g, 1e-9), k
         assert close(p.model.get_parameter(k).grad, g.sum(0), 1e-9), k
-
-
-def watched(model, loss, x, optimizer=None, **options):
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
-    run = inrun.watch(model, optimizer, validation=[x], loss=loss, audit_every=1, **options)
-    return run, optimizer
-
-
-def square(model, x):
-    return model(x).pow(2).mean()
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import inrun
+from helpers.captures import captured, close, gradients_of, reference_rows
+from helpers.small_models import Model, square, watched
+from helpers.zoo import LAYERS, Problem, adapted, bert
+from helpers.zoo import T as TOKENS
 from inrun.exact import reference
 from inrun.gradients.nodes import directions
-from test_patterns import Model, square, watched
-from test_zoo import captured, close, gradients_of, reference_rows
-from zoo import LAYERS, Problem, adapted, bert
-from zoo import T as TOKENS
 
 B, T, D = 3, 5, 4
 

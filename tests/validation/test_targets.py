@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
+from helpers.zoo import GPT, ZOO, V
 from inrun.gradients.records import Lookup
 from inrun.scoring import contraction, groups
 from inrun.validation.joining import Joining
 from inrun.validation.sweep import joined
-from zoo import GPT, ZOO, V
 
 IDS = torch.randint(0, V, (60, 5), generator=torch.Generator().manual_seed(1))
 IMAGES = torch.randn(60, 2, 8, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)

@@ -15,7 +15,7 @@ from inrun.capture.capture import Capture
 from inrun.gradients import cost
 from inrun.gradients.cost import MEMORY, Layer
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 HALF, SINGLE = torch.bfloat16, torch.float32

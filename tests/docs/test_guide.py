@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-GUIDE = Path(__file__).parents[1] / "docs" / "guide-clean-a-dataset.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guide-clean-a-dataset.md"
 
 
 @pytest.mark.parametrize("short", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import inrun
-from zoo import GPT, ZOO, V
+from helpers.zoo import GPT, ZOO, V
 
 DATA = torch.randint(0, V, (40, 5), generator=torch.Generator().manual_seed(1))
 VALIDATION = torch.randint(0, V, (3, 5), generator=torch.Generator().manual_seed(2))
