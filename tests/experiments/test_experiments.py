@@ -4,7 +4,7 @@ import pytest
 
 from experiments import EXPERIMENTS, efficiency, load, overview
 from experiments.common.game import ESTIMATORS
-from helpers.experiments import run
+from helpers.tiny_experiment import run
 
 
 def test_fidelity_orders_the_estimators(tmp_path):

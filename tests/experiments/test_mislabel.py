@@ -13,7 +13,7 @@ from experiments.common.parts import Context, reproduce
 from experiments.mislabel import detectors, parts, problems
 from experiments.mislabel.summary import ORDER, confident, cost_table
 from experiments.mislabel.training import Trainer, copy_of, taken
-from helpers.experiments import run
+from helpers.tiny_experiment import run
 
 pytest.importorskip("sklearn", reason="needs the extra inrun[experiments]")
 

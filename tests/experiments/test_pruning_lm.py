@@ -9,7 +9,7 @@ from experiments.common.parts import Context
 from experiments.pruning_lm import parts
 from experiments.pruning_lm.summary import summarise
 from experiments.pruning_lm.train import ESTIMATORS, measure, order, spoil
-from helpers.experiments import run
+from helpers.tiny_experiment import run
 
 CPU = Context(torch.device("cpu"))
 TINY = parts("tiny")["noisy-seed0"]

@@ -14,7 +14,7 @@ from experiments.common.stacked import backward, stacked
 from experiments.common.statistics import students
 from experiments.pruning_sst2 import parts, task, training
 from experiments.pruning_sst2.summary import summarise
-from helpers.experiments import run
+from helpers.tiny_experiment import run
 
 pytest.importorskip("transformers", reason="needs the extra inrun[experiments]")
 CPU = Context(torch.device("cpu"))
