@@ -17,7 +17,7 @@ which is the training loop:
               neighbours differ. Returning to a file counts only when a function of it is called.
 
 Code of torch and of the model between two calls is not counted and does not end a row of calls in
-one file. A generator (a ``with`` block made by ``contextmanager``) is entered again when it goes on.
+one file. A generator (a ``contextmanager``) is entered again each time it goes on.
 """
 
 from __future__ import annotations
