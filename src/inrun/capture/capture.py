@@ -12,7 +12,6 @@ are formed anyway, its gradient is their sum (``training="fast"``).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -94,7 +93,7 @@ class Capture(Provenance):
         self.trigger = torch.zeros((), requires_grad=True)  # puts taps into the graph
         self.tap: Callable[..., Tensor] = apply_tap
         self.calls, self.opened = 0, list[int]()  # calls seen, and composite ones among them
-        self._eager_only, self._backend = False, Backend(self)
+        self.backend = Backend(self)
         self._mode = Mode(self.call)
 
     @contextmanager
@@ -105,7 +104,7 @@ class Capture(Provenance):
         try:
             with (
                 self.blocks.undone_if_it_fails(),
-                self._stance(),
+                self.backend.stance(),
                 self.entries.batch(self.modules),
                 self._mode,
             ):
@@ -118,27 +117,12 @@ class Capture(Provenance):
             self.live = None
             self._forget_tensors()
 
-    def _stance(self) -> Any:
-        """What is compiled goes through our backend, or runs eagerly where it cannot."""
-        if self._eager_only:
-            return torch.compiler.set_stance("force_eager")
-        return torch.compiler.set_stance("default", force_backend=self._backend)
-
     def close(self) -> None:
-        self._backend.close()
+        self.backend.close()
         self._recall = Recall(self._find)
         self.blocks.free()
 
-    # For compiled graphs (compiled.py)
-
-    def stay_eager(self, why: str) -> None:
-        """From the next batch on, compiled code runs eagerly inside it."""
-        self._eager_only = True
-        warnings.warn(
-            f"inrun cannot score inside this compiled graph ({why}). What is compiled runs eagerly "
-            "inside run.batch from now on: the values are the same, the speed is not.",
-            stacklevel=3,
-        )
+    # For compiled graphs (compiled/)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

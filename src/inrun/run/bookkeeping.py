@@ -32,6 +32,11 @@ class Config:
     form: Form
     seed: int
 
+    def scores(self, step: int) -> bool:
+        """Is this step scored? True with probability 1/every, the same for all its batches."""
+        coin = np.random.default_rng((self.seed, step))
+        return self.every == 1 or int(coin.integers(self.every)) == 0
+
 
 def as_ids(ids: Any, kind: type | None) -> tuple[np.ndarray, type]:
     """Ids as an array and their type, which must be the same in the whole run (``kind``).

@@ -136,6 +136,17 @@ def named_targets(
     return named
 
 
+def check_choices(training: str, form: str, per_step: int, every: int) -> None:
+    """Refuse values of these arguments of ``watch`` that mean nothing."""
+    if training not in ("bitwise", "fast"):
+        raise ValueError(f"training={training!r} is not known: use 'bitwise' or 'fast'")
+    if form not in ("auto", "ghost", "materialise"):
+        raise ValueError(f"form={form!r} is not known: use 'auto', 'ghost' or 'materialise'")
+    for name, number in (("per_step", per_step), ("every", every)):
+        if number < 1:
+            raise ValueError(f"{name}={number} must be at least 1")
+
+
 def check_estimators(estimator: str | Sequence[str], point: str | None) -> tuple[str, ...]:
     """The estimators' names: at least one, no two that mean the same."""
     names = (estimator,) if isinstance(estimator, str) else tuple(estimator)

@@ -93,16 +93,21 @@ class Run(Summary, Tables):
         self._capture.on_empty, self._capture.held = self._empty.ended, held_by(optimizer)
         self._id_type: type | None = None
         self._check: Check | None = None
-        if model in _WATCHED or optimizer in _WATCHED:
+        self._depth = 0  # an optimizer whose step() calls its base class's runs the hooks twice
+        self._hooks: list[Any] = []
+        self._attach()
+
+    def _attach(self) -> None:
+        """Hook ``optimizer.step()``; refuse a model or optimizer that another run watches."""
+        if self.model in _WATCHED or self.optimizer in _WATCHED:
             raise RuntimeError(
                 "this model or optimizer is being watched already: close() the other run first; "
                 "several targets or estimators fit into one"
             )
-        _WATCHED[model] = _WATCHED[optimizer] = None
-        self._depth = 0  # an optimizer whose step() calls its base class's runs the hooks twice
+        _WATCHED[self.model] = _WATCHED[self.optimizer] = None
         before, after = _eager(self._on_step), _eager(self._after_step)
-        self._hooks: list[Any] = [optimizer.register_step_pre_hook(before)]
-        self._hooks.append(optimizer.register_step_post_hook(after))
+        self._hooks.append(self.optimizer.register_step_pre_hook(before))
+        self._hooks.append(self.optimizer.register_step_post_hook(after))
 
     # The training loop's side
 
@@ -121,7 +126,7 @@ class Run(Summary, Tables):
         self._depth = 0  # a step that failed left it raised
         self._give_up_step()
         self._rescan()
-        if not self._chosen():
+        if not self.config.scores(self.step):
             self._drop_skipped()
             yield
             self._pending.append((array, None))
@@ -349,11 +354,6 @@ class Run(Summary, Tables):
         self._described = True
 
     # Bookkeeping
-
-    def _chosen(self) -> bool:
-        """Is this step scored? A coin of its own, the same for all batches of a step."""
-        coin = np.random.default_rng((self.config.seed, self.step))
-        return self.config.every == 1 or int(coin.integers(self.config.every)) == 0
 
     def _rescan(self) -> None:
         """Layers may have been frozen or unfrozen, or added to the optimizer."""

@@ -13,7 +13,13 @@ from torch.optim import Optimizer
 from inrun.gradients import Form
 from inrun.ledger.records import Ledger, MemoryLedger
 from inrun.run.bookkeeping import Config, scored_parameters
-from inrun.run.refusals import check_estimators, check_model, check_optimizer, named_targets
+from inrun.run.refusals import (
+    check_choices,
+    check_estimators,
+    check_model,
+    check_optimizer,
+    named_targets,
+)
 from inrun.run.run import Run
 from inrun.validation.validator import Loss, Validator
 
@@ -86,13 +92,7 @@ def watch(
         A :class:`Run`, also a context manager that closes itself.
     """
     data = named_targets(validation, targets)
-    if training not in ("bitwise", "fast"):
-        raise ValueError(f"training={training!r} is not known: use 'bitwise' or 'fast'")
-    if form not in ("auto", "ghost", "materialise"):
-        raise ValueError(f"form={form!r} is not known: use 'auto', 'ghost' or 'materialise'")
-    for name, number in (("per_step", per_step), ("every", every)):
-        if number < 1:
-            raise ValueError(f"{name}={number} must be at least 1")
+    check_choices(training, form, per_step, every)
     names = check_estimators(estimator, point)
     patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     config = Config(

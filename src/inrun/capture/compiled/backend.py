@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -61,10 +62,11 @@ def chosen_backend() -> Any:
 
 
 class Backend:
-    """The backend that is in force while a batch is open."""
+    """The ``torch.compile`` backend that is in force while a batch is open."""
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
+        self.eager_only = False  # a graph could not be planned: run compiled code eagerly
         self._graphs: list[Graph] = []
 
     def close(self) -> None:
@@ -72,6 +74,21 @@ class Backend:
         for graph in self._graphs:
             graph.close()
         self._graphs = []
+
+    def stance(self) -> Any:
+        """For the time of a batch: compile with this backend, or run compiled code eagerly."""
+        if self.eager_only:
+            return torch.compiler.set_stance("force_eager")
+        return torch.compiler.set_stance("default", force_backend=self)
+
+    def stay_eager(self, why: str) -> None:
+        """From the next batch on, run compiled code eagerly."""
+        self.eager_only = True
+        warnings.warn(
+            f"inrun cannot score inside this compiled graph ({why}). What is compiled runs eagerly "
+            "inside run.batch from now on: the values are the same, the speed is not.",
+            stacklevel=3,
+        )
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         inner = chosen_backend()
@@ -143,7 +160,7 @@ class Graph:
                 with self.capture.paused():
                     self.variants[key] = self._make(inputs)
             except UnplannableError as why:
-                self.capture.stay_eager(f"{why}")
+                self.capture.backend.stay_eager(f"{why}")
                 return _Inline(self.gm).run(*inputs)
         with self.aside():
             return self._run(self.variants[key], inputs)
