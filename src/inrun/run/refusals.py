@@ -1,4 +1,4 @@
-"""What ``watch`` refuses before anything begins: each message names the cause and the way out."""
+"""Checks of the arguments of ``watch``. Each error names the cause and what to do."""
 
 from __future__ import annotations
 

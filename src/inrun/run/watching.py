@@ -70,10 +70,10 @@ def watch(
         training: "bitwise" leaves the training as it is without inrun, bit for bit; "fast" forms
             weight gradients as sums of per-example gradients, the same up to rounding. What is
             compiled by ``torch.compile`` is the same up to rounding in any case.
-        audit_every: measure the validation losses before, without and with the batch every so
-            many steps; 0 never.
+        audit_every: every ``audit_every`` steps, measure the validation losses before the step,
+            after it without the batch and after it with the batch; 0 never.
         per_step: validation batches per step and target; their losses are averaged.
-        every: score a random one in so many steps, weighted by it.
+        every: score each step with probability 1/every and weight its values by ``every``.
         ignore: parameters to leave out: names as ``run.coverage()`` shows them, or patterns such as
             ``"encoder.*"``. One that matches nothing is refused.
         batch_dim: the dimension of the examples in the model's inputs (1 for sequence-first).

@@ -136,7 +136,7 @@ class Graph:
         self, capture: Capture, gm: fx.GraphModule, compile: Callable[..., Callable[..., Any]]
     ) -> None:
         self.capture, self.gm, self.compile = capture, gm, compile
-        self.aside: Callable[[], Any] = capture.paused  # the mode looks away
+        self.aside: Callable[[], Any] = capture.paused  # context in which calls are not followed
         self.variants: dict[Any, Variant] = {}
         self._names = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
         self._meetings: list[list[Meeting]] = []  # as the compiled graphs hold them
