@@ -247,7 +247,7 @@ class Scorer:
     def _maps(
         self, path: Path, places: list[int], G: Mapping[str, Tensor], still: Mapping[str, Tensor]
     ) -> list[dict[str, LinearMap]]:
-        """For each estimator, the linear map of each parameter; the zero map where its flag in ``still`` is
+        """For each estimator, the linear map of each parameter; zero if its flag in ``still`` is
         True."""
         made: dict[str, list[LinearMap]] = {}
         with stage("update map"):
