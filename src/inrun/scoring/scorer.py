@@ -36,6 +36,7 @@ from inrun.scoring.score import Begun, Pending, Score
 from inrun.scoring.stages import stage
 from inrun.scoring.taken import predict
 from inrun.tensors.autocast import no_autocast
+from inrun.torch_compat import foreach_norm
 from inrun.validation.sweep import Gradients
 from inrun.validation.validator import Validator
 
@@ -364,7 +365,7 @@ def _finite(tensors: list[Tensor]) -> Tensor:
     """Whether all entries are finite, as a tensor. One kernel on a GPU. On a CPU a finite sum is
     the fastest proof; a sum that is not finite may have overflowed, so then look at entries."""
     if tensors[0].is_cuda:
-        return torch.stack(torch._foreach_norm(tensors, math.inf)).isfinite().all()
+        return torch.stack(foreach_norm(tensors, math.inf)).isfinite().all()
     found = all(math.isfinite(t.sum()) or bool(t.isfinite().all()) for t in tensors)
     return torch.tensor(found, device=tensors[0].device)
 
