@@ -3,8 +3,7 @@
 Nothing else in the package touches a name of torch that begins with an underscore
 (``tests/test_torch_compat.py`` searches for it). Each entry says why it is needed, what public API
 would replace it, and the versions of torch it was tried with. When a new version of torch breaks
-inrun, the tests of this file name the entry. Functions on the hot path are bound, not wrapped: a
-call costs what it costs in torch.
+inrun, the tests of this file name the entry. Functions on the hot path are bound, not wrapped.
 
 "Tried: 2.11, 2.13" means 2.11 on CUDA by ``make test-gpu`` and 2.13 on a CPU by the tests.
 """
@@ -33,9 +32,8 @@ from torch.utils import _pytree
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """How often a tensor's memory was written to in place.
 
-Autograd's own check that a saved tensor is unchanged; ours, too. Public replacement: none (a
-comparison of the numbers costs a pass over memory). Over many tensors use ``map(version_of, ...)``,
-which is faster than a loop over the attribute. Tried: 2.11, 2.13.
+Autograd's own check that a saved tensor is unchanged; ours, too. Over many tensors use ``map``,
+which is faster than a loop. Public replacement: none. Tried: 2.11, 2.13.
 """
 
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")

@@ -80,7 +80,7 @@ def assert_same(one, other, rtol=1e-9):
 
 
 def assert_compiled(run):
-    assert not run._capture._eager_only
+    assert not run._capture.backend.eager_only
 
 
 def both(first, compile=eager, n=4, **options):
@@ -129,7 +129,9 @@ def test_large_models_of_the_zoo(name):
     said = [str(w.message) for w in said if "inrun" in str(w.message) or "step" in str(w.message)]
     assert_same(plain, compiled)
     if name in FALLS_BACK:
-        assert compiled._capture._eager_only and len(said) == 1 and FALLS_BACK[name] in said[0]
+        assert (
+            compiled._capture.backend.eager_only and len(said) == 1 and FALLS_BACK[name] in said[0]
+        )
     else:
         assert_compiled(compiled)
         assert not said
@@ -728,7 +730,7 @@ def test_nothing_is_compiled_again_once_it_is_warm(targets):
     assert_compiled(run)
     if targets > 1:
         assert run._validator._joining.verified
-        assert not run._validator._sweep._capture._eager_only
+        assert not run._validator._sweep._capture.backend.eager_only
 
 
 def test_evaluation_between_steps_compiles_nothing_again():

@@ -13,15 +13,31 @@ from inrun.bench.trainers import VARIANTS
 from inrun.console import Force, Json, console, plain_errors
 from inrun.console import as_json as json_text
 
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="gpt2, gpt-LAYERSxWIDTH, convnet, hf:NAME or hf:FOLDER with overrides "
+        "(hf:llama,hidden_size=256). gpt2 on a GPU, gpt-4x128 on a CPU."
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(DTYPES),
+        help="bf16 is autocast with float32 weights. bf16 on a GPU, float32 on a CPU.",
+    ),
+]
+Mode = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(MODES),
+        help="With torch.compile or not. both on a GPU, eager on a CPU.",
+    ),
+]
+
 
 def bench(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="gpt2, gpt-LAYERSxWIDTH, convnet, hf:NAME or hf:FOLDER with overrides "
-            "(hf:llama,hidden_size=256). gpt2 on a GPU, gpt-4x128 on a CPU."
-        ),
-    ] = None,
+    model: Model = None,
     batch: Annotated[int, typer.Option(min=1, help="Training examples per step.")] = 16,
     length: Annotated[
         int | None, typer.Option(min=1, help="Tokens per sequence; 1024 on a GPU, 128 on a CPU.")
@@ -29,23 +45,11 @@ def bench(
     validation: Annotated[int, typer.Option(min=1, help="Validation examples per target.")] = 1,
     targets: Annotated[int, typer.Option(min=1, help="Validation targets.")] = 1,
     vocab: Annotated[int | None, typer.Option(min=2, help="Size of the vocabulary.")] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="|".join(DTYPES),
-            help="bf16 is autocast with float32 weights. bf16 on a GPU, float32 on a CPU.",
-        ),
-    ] = None,
+    dtype: Dtype = None,
     optimizer: Annotated[
         str, typer.Option(metavar="|".join(OPTIMIZERS), help="Fused on a GPU.")
     ] = "adamw",
-    mode: Annotated[
-        str | None,
-        typer.Option(
-            metavar="|".join(MODES),
-            help="With torch.compile or not. both on a GPU, eager on a CPU.",
-        ),
-    ] = None,
+    mode: Mode = None,
     variants: Annotated[
         str | None,
         typer.Option(metavar="A,B,C", help=f"Some of {', '.join(VARIANTS)}; all by default."),

@@ -59,7 +59,7 @@ class Claims:
         return name
 
     def link(self, names: frozenset[str]) -> None:
-        """Their rows lie beside each other: all are true or none."""
+        """An operation aligned the rows of these inputs: all claims are true or none is."""
         first, *rest = {self._find(n) for n in names}
         for other in rest:
             self._leader[other] = first
@@ -147,7 +147,7 @@ class Entry:
 
 
 class Exit(Entry):
-    """The forward hook beside it."""
+    """The forward hook of the user's modules: the call is over."""
 
     def __call__(self, module: nn.Module, args: Any, out: Any) -> None:
         if torch.compiler.is_compiling():

@@ -12,7 +12,6 @@ are formed anyway, its gradient is their sum (``training="fast"``).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -92,7 +91,7 @@ class Capture(Provenance):
         self.trigger = torch.zeros((), requires_grad=True)  # puts taps into the graph
         self.tap: Callable[..., Tensor] = apply_tap
         self.calls, self.opened = 0, list[int]()  # calls seen, and composite ones among them
-        self._eager_only, self._backend = False, Backend(self)
+        self.backend = Backend(self)
         self._mode = Mode(self.call)
 
     @contextmanager
@@ -103,7 +102,7 @@ class Capture(Provenance):
         try:
             with (
                 self.blocks.undone_if_it_fails(),
-                self._stance(),
+                self.backend.stance(),
                 self.entries.batch(self.modules),
                 self._mode,
             ):
@@ -116,31 +115,16 @@ class Capture(Provenance):
             self.live = None
             self._forget_tensors()
 
-    def _stance(self) -> Any:
-        """What is compiled goes through our backend, or runs eagerly where it cannot."""
-        if self._eager_only:
-            return torch.compiler.set_stance("force_eager")
-        return torch.compiler.set_stance("default", force_backend=self._backend)
-
     def close(self) -> None:
-        self._backend.close()
+        self.backend.close()
         self._recall = Recall(self._find)
         self.blocks.free()
 
-    # For compiled graphs (compiled.py)
-
-    def stay_eager(self, why: str) -> None:
-        """From the next batch on, compiled code runs eagerly inside it."""
-        self._eager_only = True
-        warnings.warn(
-            f"inrun cannot score inside this compiled graph ({why}). What is compiled runs eagerly "
-            "inside run.batch from now on: the values are the same, the speed is not.",
-            stacklevel=3,
-        )
+    # For compiled graphs (compiled/)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The mode looks away."""
+        """Context in which calls are not followed."""
         before, self._mode.paused = self._mode.paused, True
         try:
             yield
@@ -197,7 +181,7 @@ class Capture(Provenance):
         return self._first_call(func, args, kwargs, key)
 
     def _first_call(self, func: Any, args: Any, kwargs: Any, key: Any) -> Any:
-        """A call that is not known."""
+        """Analyse a call that is not in the cache, and run it."""
         tensors = tensors_in(args, kwargs)
         infos = [self._find(t) for t in tensors]
         parametric = any(type(x) is Node for x in infos)
@@ -276,7 +260,7 @@ class Capture(Provenance):
         return out
 
     def _meet_again(self, func: Any, args: Any, kwargs: Any, met: Met) -> Any:
-        """The same call as before, with other numbers."""
+        """Run a cached call in which a parameter meets examples, and tap its output."""
         leaves = (*args, *kwargs.values())
         if met.whole is not None and not saved_tensors_hooks():
             autocast = current("cpu")
@@ -293,7 +277,7 @@ class Capture(Provenance):
         return self._tap(out, call, met, leaves, saved)
 
     def _meet_whole(self, leaves: Sequence[Any], met: Met, autocast: Autocast) -> Tensor:
-        """The same, with its tap in one piece."""
+        """The same as one autograd node that is the operation and its tap (whole.py)."""
         assert self.live is not None
         self.live.met, self.live.autocast = True, autocast
         call = met.call.with_(leaves=leaves, autocast=autocast, blocks=self.blocks)
@@ -314,7 +298,7 @@ class Capture(Provenance):
         return nodes, layouts
 
     def _placed(self, call: Call, func: Any, args: Any, kwargs: Any, out: Tensor) -> Call:
-        """The call with its output's layout and shape."""
+        """The call with the layout and shape of its output; refuses it if that has no layout."""
         layout = self._follow(func, args, kwargs, out)
         if not isinstance(layout, Layout):
             why = "the examples cannot be told apart in its output"
@@ -326,7 +310,7 @@ class Capture(Provenance):
     def _tap(
         self, out: Tensor, call: Call, met: Met, leaves: Sequence[Any], saved: Sequence[Any]
     ) -> Tensor:
-        """The output with a tap, which gets what was ``saved`` of the leaves."""
+        """Put a tap on the output; it holds the ``saved`` arguments for the rule."""
         assert self.live is not None
         self.live.met = True
         device, packed = device_of(out), saved_tensors_hooks()
@@ -370,7 +354,7 @@ class Capture(Provenance):
     def receive(
         self, tap: Tapped, call: Call, delta: Tensor, loose: Sequence[int]
     ) -> Sequence[Tensor | None]:
-        """δ has arrived: keep the records; the gradients of what is summed."""
+        """Called by a tap with δ: keep its records; returns the gradients of the summed leaves."""
         self.keeper.first_gradient(tap.micro)
         pairs = tap.lasting(call, delta, loose)
         totals = [None] if self.probe else tap.totals(call, pairs)

@@ -41,7 +41,7 @@ class Inputs:
         self.anchored = False  # is it known which tensors are the batch?
 
     def entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A module of the user's is called."""
+        """Forward pre-hook of a module: its inputs may be the batch."""
         whole = module is self.modules[0]
         if in_backward():  # recomputed
             return

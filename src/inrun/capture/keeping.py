@@ -11,7 +11,7 @@ from inrun.gradients.nodes import Node
 
 
 class Keeper:
-    """Where records go.
+    """Stores records in their micro-batch.
 
     Args:
         directions: how many the records will be contracted with.

@@ -19,7 +19,7 @@ def prepare(
     func: Any, leaves: Sequence[Any], spec: Spec, nodes: Sequence[Any],
     layouts: Sequence[Layout | None], B: int, form: Form, fast: bool = False, directions: int = 1,
 ) -> Call:  # fmt: skip
-    """The call, with what its rule will need, before the operation runs. Its form is settled."""
+    """Describe the call before it runs: what its rule will need, and its form."""
     saved = [x.detach() if n is not None else x for x, n in zip(leaves, nodes, strict=True)]
     if shapes_suffice(func):
         saved = [shape_of(x) if isinstance(x, Tensor) else x for x in saved]
@@ -58,7 +58,7 @@ def summed_leaves(rule: OpRule | None, call: Call) -> tuple[int, ...]:
 
 
 def apart(leaves: Sequence[Any], detached: Sequence[int]) -> list[Any]:
-    """The leaves, of which these get no gradient from the operation."""
+    """The leaves, those at the indices ``detached`` detached."""
     return [x.detach() if i in detached else x for i, x in enumerate(leaves)]
 
 

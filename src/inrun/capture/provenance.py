@@ -50,7 +50,7 @@ _RANDOM = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "f
 
 
 class Provenance(Inputs):
-    """Remembers it for the tensors of one batch."""
+    """Holds what each tensor of one batch is made of."""
 
     def __init__(
         self, modules: Sequence[nn.Module], params: Mapping[str, Tensor], batch_dim: int
@@ -95,14 +95,14 @@ class Provenance(Inputs):
         return info
 
     def _one(self, info: Any) -> Any:
-        """Equal layouts are one object."""
+        """Interns layouts, so that equal ones have one id (a key of the cache of calls)."""
         if type(info) is not Layout:
             return info
         key = (info.dim, info.outer, info.inner, info.data, info.claims)
         return self._layouts.setdefault(key, info)
 
     def _classify(self, t: Tensor) -> Any:
-        """A tensor that no call was seen to make."""
+        """The kind of a tensor that no followed call produced."""
         assert self.live is not None
         if self.owns(t):
             return CONSTANT
@@ -148,7 +148,7 @@ class Provenance(Inputs):
                     raise unseen_function(function, names)
 
     def _layout(self, t: Any) -> Layout | None:
-        """Of a batched tensor; claims that have been proven are none."""
+        """The layout of a batched tensor without the claims that are proven; else None."""
         info = self._find(t) if isinstance(t, Tensor) else None
         if type(info) is not Layout or (info.data and self.anchored):
             return None
@@ -193,7 +193,7 @@ class Provenance(Inputs):
             self._remember(t, found)
 
     def _note_again(self, out: Any, known: Followed) -> bool:
-        """The outputs are made of the same as before, if they look the same."""
+        """Note the outputs of a cached call; False if their shapes differ from the cached ones."""
         outs = tensors_of(out)
         if outs is None or [t.shape for t in outs] != known.shapes:
             return False
@@ -202,7 +202,7 @@ class Provenance(Inputs):
         return True
 
     def _note_data(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """The loop's own business: followed as far as possible, then by what it has become."""
+        """Note outputs made of the loop's data: follow the layout, else judge by the shape."""
         assert self.live is not None
         find = self._data_layout
         for t in tensors_in(out):

@@ -1,8 +1,7 @@
-"""Calls that come back at every step: what was found out about one is not found out again.
+"""Cache of call analysis: training repeats the same calls, so each is analysed once.
 
-A training step makes the same calls as the one before. A call is recognised by its function, what
-its tensors are made of, their shapes and types, and its other arguments; then nothing has to be
-derived but the operation itself.
+The key of a call is its function, what its tensors are made of, their shapes and types, and its
+other arguments. On a hit only the operation itself runs.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Met:
     whole: Operation | None = None
 
     def parted(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """What the operation runs on, and what is saved of it."""
+        """The arguments to run the operation with, and those to save for its rule."""
         given, saved = list(leaves), list(leaves)
         for i in self.parametric:
             saved[i] = leaves[i].detach()
@@ -80,9 +79,9 @@ def tensors_of(out: Any) -> Sequence[Tensor] | None:
 
 
 class Recall:
-    """The calls that are known.
+    """The cache: key of a call → what is known of it.
 
-    ``find`` says what a tensor is made of; what it returns lives as long as this.
+    ``find`` says what a tensor is made of. Keys hold the id of its result, which must stay alive.
     """
 
     def __init__(self, find: Callable[[Tensor], Any]) -> None:
@@ -92,7 +91,7 @@ class Recall:
     def recognise(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], *state: Any
     ) -> tuple[Any, Followed | Met | None]:
-        """The key of a call, None where it could not be recognised again; and what is known."""
+        """The key of a call (None if it cannot be cached), and the entry found for it."""
         if func in _BY_CONTENT and tensors_in(args[1:]):
             return None, None
         key: list[Any] = [func, *state]
@@ -133,5 +132,5 @@ class Recall:
             elif type(x) is slice and not tensors_in((x.start, x.stop, x.step)):
                 key += (slice, x.start, x.stop, x.step)
             else:
-                return False  # it might keep something alive, or change
+                return False  # the key would keep it alive, or it may change
         return True

@@ -1,4 +1,4 @@
-"""The tap in the autograd graph, what it fills, and small questions about torch's tensors."""
+"""The tap in the autograd graph, the micro-batch that it fills, and helpers for tensors."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class MicroBatch:
     _counted: int = 0
 
     def add(self, node: Node, record: Record, directions: int = 1) -> int:
-        """Keep a record; the bytes that it takes. Materialised gradients of the same operand are
-        summed, and for many directions look-ups are added to them: they would be looked up in
-        every direction."""
+        """Keep a record; returns the bytes that it adds. Materialised gradients of the same operand
+        are summed. With many directions, look-ups are added to them too, because each direction
+        would repeat the look-up."""
         kept = self.records.setdefault(node, [])
         for i, other in enumerate(kept):
             if not isinstance(other, Dense):
@@ -86,7 +86,7 @@ class MicroBatch:
 
 @dataclass(eq=False)
 class Tapped:
-    """What the tap needs when δ arrives.
+    """What the tap needs in the backward pass, when δ arrives.
 
     ``batched``: the leaves that belong to the examples. ``summed``: the parametric ones whose
     gradient is to be the sum of their per-example gradients. The operation saw them detached; their
@@ -165,7 +165,7 @@ class Tap(torch.autograd.Function):
 
 
 def _received(ctx: Any, saved: Sequence[Tensor], delta: Tensor) -> list[Tensor | None]:
-    """δ has come to a tap: the gradients of its extras."""
+    """Hand δ to the capture; returns the gradients of the tap's extras."""
     tap, leaves = ctx.tap, ctx.leaves.copy()
     for i, x in zip(tap.batched, saved, strict=True):
         leaves[i] = x.detach()
@@ -179,7 +179,7 @@ def _received(ctx: Any, saved: Sequence[Tensor], delta: Tensor) -> list[Tensor |
 
 
 def _not_computed(leaves: Sequence[Any], nodes: Sequence[Any]) -> list[int]:
-    """The tensors among the leaves that are data or constants, which anybody may write to."""
+    """Indices of leaves that are data or constants: the loop may write to them in place."""
     return [
         i
         for i, x in enumerate(leaves)
@@ -195,7 +195,7 @@ def refuse_again(call: Call, delta: Tensor) -> None:
 
 
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
-    """``function.apply``, without what it does for torch.func where nobody uses that."""
+    """``function.apply`` without its support for torch.func where no transform is active."""
     bare: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def apply(*args: Any) -> Tensor:
@@ -208,7 +208,7 @@ apply_tap = applied(Tap)
 
 
 class Known:
-    """What is known of tensors, as long as they live. (torch's own weak dictionary is slower.)"""
+    """Weak dictionary from tensor to info. (torch's own WeakTensorKeyDictionary is slower.)"""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
@@ -227,9 +227,9 @@ class Known:
 
 
 def own_tensors(modules: Iterable[nn.Module]) -> set[int]:
-    """The ids of parameters, buffers and whatever else they hold, tensors as plain attributes too:
-    to ask each thing what it is would take longer. Short lists and dictionaries are looked into
-    (peft keeps the tokens of its prompts in one)."""
+    """The ids of all attributes of the modules: parameters, buffers and plain attributes. Types are
+    not checked, because that takes longer than adding the id. Tensors in short lists and
+    dictionaries are included (peft keeps the tokens of its prompts in one)."""
     own: set[int] = set()
     for module in modules:
         held = vars(module)
@@ -303,7 +303,7 @@ def sources(t: Tensor) -> tuple[str, list[Tensor]]:
 
 
 def kept_by(out: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
-    """What autograd keeps under these names for the operation that made the tensor, if all."""
+    """The tensors that ``out.grad_fn`` saved under these names; () unless all are there."""
     if not names:
         return ()
     kept = (getattr(out.grad_fn, name, None) for name in names)
@@ -312,7 +312,7 @@ def kept_by(out: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
 
 
 def device_of(t: Tensor) -> str:
-    """``t.device.type``, sooner on a host."""
+    """``t.device.type``, faster for CPU tensors."""
     return "cpu" if t.is_cpu else t.device.type
 
 

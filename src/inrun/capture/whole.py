@@ -1,7 +1,7 @@
-"""The two commonest operations, each one node of the graph together with its tap.
+"""Linear layers and LayerNorm fused with their taps into one autograd node.
 
 A linear layer of a sequence is a product between two views, and with a tap five nodes of the graph.
-On a host a node costs as much as a small product. So once a call is known, ``training="fast"``
+On a CPU a node costs as much as a small product. So once a call is known, ``training="fast"``
 runs the operation, its tap and the gradient of its input in one autograd function; the records are
 those of the operation's rule.
 """

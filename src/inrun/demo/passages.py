@@ -141,18 +141,31 @@ def demo(out: Path, seed: int, epochs: int, console: Console) -> dict[str, Any]:
     """Train, then show for each question the passages with the highest values."""
     folder = stage.fresh(out)
     texts = passages()
-    ids, n = list(texts), len(texts)
     vocabulary = Vocabulary(list(texts.values()))
     console.print(
-        f"[bold]inrun demo: text[/]\nA small GPT reads {n:,} passages of Python's documentation. "
-        "Who taught it what?\n"
+        f"[bold]inrun demo: text[/]\nA small GPT reads {len(texts):,} passages of Python's "
+        "documentation. Who taught it what?\n"
     )
     torch.manual_seed(seed)
     model = GPT(vocabulary.size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1.0, (s + 1) / WARMUP))
     questions = {name: vocabulary.encode([q]) for name, q in QUESTIONS.items()}
     before = losses(model, questions)
+    run = train(model, texts, vocabulary, questions, folder, seed, epochs, console)
+    result = summary(run, len(texts), epochs, before, losses(model, questions))
+    examples = write_examples(folder, texts)
+    show(result, texts, console)
+    stage.finish(folder, examples, result, console, "--target lambda")
+    return result
+
+
+def train(
+    model: GPT, texts: dict[str, str], vocabulary: Vocabulary, questions: dict[str, Tensor],
+    folder: Path, seed: int, epochs: int, console: Console,
+) -> inrun.Run:  # fmt: skip
+    """Train on all passages, watched; each question is a target."""
+    ids, n = list(texts), len(texts)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1.0, (s + 1) / WARMUP))
     run = inrun.watch(
         model, optimizer, targets={k: [x] for k, x in questions.items()}, loss=next_word,
         out=folder, audit_every=10, seed=seed,
@@ -171,8 +184,15 @@ def demo(out: Path, seed: int, epochs: int, console: Console) -> dict[str, Any]:
             warmup.step()
             optimizer.zero_grad()
             advance()
-    values, after = run.values().set_index("id"), losses(model, questions)
-    result = {
+    return run
+
+
+def summary(
+    run: inrun.Run, n: int, epochs: int, before: dict[str, float], after: dict[str, float]
+) -> dict[str, Any]:
+    """What was found: the losses of each question and the passages with the highest values."""
+    values = run.values().set_index("id")
+    return {
         "task": "text",
         "epochs": epochs,
         "passages": n,
@@ -188,14 +208,16 @@ def demo(out: Path, seed: int, epochs: int, console: Console) -> dict[str, Any]:
         },
         "machine": stage.machine(),
     }
+
+
+def write_examples(folder: Path, texts: dict[str, str]) -> Path:
+    """The passages as the report reads them."""
     examples = folder / "examples.jsonl"
     with examples.open("w", encoding="utf-8") as file:
         for key, text in texts.items():
             row = {"id": key, "text": text, "group": key.rsplit("/", 1)[0]}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    show(result, texts, console)
-    stage.finish(folder, examples, result, console, "--target lambda")
-    return result
+    return examples
 
 
 def show(result: dict[str, Any], texts: dict[str, str], console: Console) -> None:

@@ -1,4 +1,4 @@
-"""Small questions a run asks: which ids, which parameters, how much memory."""
+"""Checks of ids, the parameters to score, and the tables that describe a run."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ class Config:
     form: Form
     seed: int
 
+    def scores(self, step: int) -> bool:
+        """Is this step scored? True with probability 1/every, the same for all its batches."""
+        coin = np.random.default_rng((self.seed, step))
+        return self.every == 1 or int(coin.integers(self.every)) == 0
+
 
 def as_ids(ids: Any, kind: type | None) -> tuple[np.ndarray, type]:
     """Ids as an array and their type, which must be the same in the whole run (``kind``).
@@ -64,7 +69,7 @@ def as_ids(ids: Any, kind: type | None) -> tuple[np.ndarray, type]:
 
 
 def _integers(ids: Any) -> np.ndarray | None:
-    """A row of integers that fit whatever they are: the usual case, without a loop."""
+    """Ids as int64 if they are a one-dimensional integer array (the usual case); else None."""
     if isinstance(ids, Tensor) and str(ids.dtype).startswith(("torch.int", "torch.uint")):
         ids = ids.cpu().numpy()
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or not len(ids):
@@ -74,7 +79,7 @@ def _integers(ids: Any) -> np.ndarray | None:
 
 
 def _as_list(ids: Any) -> list[Any]:
-    """One entry per example, in the order given."""
+    """The ids as a list, one per example; refuses what has no order."""
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
         raise BatchError(
             f"run.batch got {ids!r}, a single {type(ids).__name__}: pass a list of ids, one per "
@@ -205,7 +210,7 @@ def _held_names(optimizer: Optimizer) -> dict[int, str]:
 
 
 def held_by(optimizer: Optimizer) -> frozenset[int]:
-    """The ids of the parameters that it trains."""
+    """``id(p)`` of each parameter that the optimizer trains."""
     return frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
 
 
@@ -249,7 +254,7 @@ def _shared(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _refuse_complex(named: Mapping[str, Tensor], optimizer: Optimizer) -> None:
-    """Also those that are ignored: the step moves them, so the midpoint has to."""
+    """Refuse complex parameters, ignored ones too: the midpoint needs every update."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     found = [p for p in params if p.requires_grad and p.is_complex()]
     if found:
@@ -270,7 +275,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def trainable(modules: Sequence[nn.Module], optimizer: Optimizer) -> tuple[int, ...]:
-    """Changes when a layer is frozen or unfrozen, or the optimizer gets more parameters."""
+    """A key that changes when layers are frozen or unfrozen or the optimizer gets parameters."""
     held = sum(len(group["params"]) for group in optimizer.param_groups)
     params = [p for own in map(parameters_of, modules) for p in own.values() if p is not None]
     return (held, *(id(p) for p in params if p.requires_grad))
@@ -294,7 +299,7 @@ def coverage_table(
 
 
 def describe(model: nn.Module, optimizer: Optimizer, coverage: pd.DataFrame) -> dict[str, Any]:
-    """What run.json says of a run."""
+    """The description of a run that goes into run.json."""
     scored = coverage.loc[coverage["status"] == "scored", "size"].sum()
     trained = coverage.loc[coverage["status"] != "frozen", "size"].sum()
     groups = [
@@ -312,7 +317,7 @@ def describe(model: nn.Module, optimizer: Optimizer, coverage: pd.DataFrame) -> 
 
 
 def _plain(x: Any) -> Any:
-    """A parameter group's option as JSON has it."""
+    """An option of a parameter group as a JSON value."""
     if isinstance(x, Tensor):
         return x.tolist()
     return x if isinstance(x, (bool, int, float, str, type(None))) else str(x)

@@ -10,14 +10,14 @@ import torch
 class MemoryLimit:
     """Counts the bytes that are kept until ``optimizer.step()``.
 
-    ``limit``: None is what is free when the first record is kept.
+    ``limit``: in bytes; None means the memory that is free when the first record is kept.
     """
 
     def __init__(self, limit: int | None, offload: bool) -> None:
         self.limit, self.offload, self.held = limit, offload, 0
 
     def add(self, new: int, device: torch.device, batches: int) -> None:
-        """So many bytes more; ``batches`` of this step came before."""
+        """Count ``new`` bytes; ``batches`` earlier batches of this step are in the message."""
         if self.limit is None:
             self.limit = _free(device, self.offload)
         self.held += new

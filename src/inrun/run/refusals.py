@@ -1,4 +1,4 @@
-"""What ``watch`` refuses before anything begins: each message names the cause and the way out."""
+"""Checks of the arguments of ``watch``. Each error names the cause and what to do."""
 
 from __future__ import annotations
 
@@ -134,6 +134,17 @@ def named_targets(
             raise ValidationError(f"targets need different names, but two are called {name!r}")
         named[name] = data
     return named
+
+
+def check_choices(training: str, form: str, per_step: int, every: int) -> None:
+    """Refuse values of these arguments of ``watch`` that mean nothing."""
+    if training not in ("bitwise", "fast"):
+        raise ValueError(f"training={training!r} is not known: use 'bitwise' or 'fast'")
+    if form not in ("auto", "ghost", "materialise"):
+        raise ValueError(f"form={form!r} is not known: use 'auto', 'ghost' or 'materialise'")
+    for name, number in (("per_step", per_step), ("every", every)):
+        if number < 1:
+            raise ValueError(f"{name}={number} must be at least 1")
 
 
 def check_estimators(estimator: str | Sequence[str], point: str | None) -> tuple[str, ...]:

@@ -93,16 +93,21 @@ class Run(Summary, Tables):
         self._capture.on_empty, self._capture.held = self._empty.ended, held_by(optimizer)
         self._id_type: type | None = None
         self._check: Check | None = None
-        if model in _WATCHED or optimizer in _WATCHED:
+        self._depth = 0  # an optimizer whose step() calls its base class's runs the hooks twice
+        self._hooks: list[Any] = []
+        self._attach()
+
+    def _attach(self) -> None:
+        """Hook ``optimizer.step()``; refuse a model or optimizer that another run watches."""
+        if self.model in _WATCHED or self.optimizer in _WATCHED:
             raise RuntimeError(
                 "this model or optimizer is being watched already: close() the other run first; "
                 "several targets or estimators fit into one"
             )
-        _WATCHED[model] = _WATCHED[optimizer] = None
-        self._depth = 0  # an optimizer whose step() calls its base class's runs the hooks twice
+        _WATCHED[self.model] = _WATCHED[self.optimizer] = None
         before, after = _eager(self._on_step), _eager(self._after_step)
-        self._hooks: list[Any] = [optimizer.register_step_pre_hook(before)]
-        self._hooks.append(optimizer.register_step_post_hook(after))
+        self._hooks.append(self.optimizer.register_step_pre_hook(before))
+        self._hooks.append(self.optimizer.register_step_post_hook(after))
 
     # The training loop's side
 
@@ -118,10 +123,10 @@ class Run(Summary, Tables):
         if self._capture.live is not None:
             raise BatchError("run.batch inside run.batch: one batch at a time")
         array, self._id_type = as_ids(ids, self._id_type)
-        self._depth = 0  # a step that failed left it raised
+        self._depth = 0  # a step that raised did not count down
         self._give_up_step()
         self._rescan()
-        if not self._chosen():
+        if not self.config.scores(self.step):
             self._drop_skipped()
             yield
             self._pending.append((array, None))
@@ -147,7 +152,7 @@ class Run(Summary, Tables):
             self._store.update_info(**describe(self.model, self.optimizer, self.coverage()))
 
     def _recorded(self) -> AbstractContextManager[None]:
-        """For an armed check."""
+        """Record the inputs of the batch if ``check()`` was called, else do nothing."""
         if self._check is None:
             return nullcontext()
         recording = Recording(self.model, self.config.batch_dim)
@@ -243,7 +248,7 @@ class Run(Summary, Tables):
             with torch.enable_grad():
                 result = closure()
             changed = ((args[0], lambda: result), {})
-            self._depth = 1  # a batch in the closure took it for the rest of a failed step
+            self._depth = 1  # a run.batch inside the closure set it to 0
         if self._capture.live is not None:
             raise BatchError("optimizer.step() inside run.batch: step after the with block")
         found_inf = getattr(optimizer, "found_inf", None)
@@ -270,7 +275,7 @@ class Run(Summary, Tables):
             done = self._scorer.finish(score) if isinstance(score, Begun) else score
         with self._recording:
             self._settle()
-            if isinstance(done, Pending):  # its numbers arrive while the next step runs
+            if isinstance(done, Pending):  # copied to the host while the next step runs
                 self._unsettled.append((record, done))
                 return
             self._append(record, done)
@@ -301,7 +306,7 @@ class Run(Summary, Tables):
         self._taking = record, score
 
     def _give_up_step(self) -> None:
-        """A step that began and never ended (it raised) is void."""
+        """Record the step under way as void: ``optimizer.step()`` raised and never finished."""
         if self._taking is not None:
             record, _ = self._taking
             self._taking = None
@@ -313,7 +318,7 @@ class Run(Summary, Tables):
         return self.config.audit_every > 0 and self.step >= self._next_audit
 
     def _settle(self) -> None:
-        """Write down the steps whose numbers were on their way."""
+        """Wait for the values still on the device and append their steps to the ledger."""
         with self._recording:
             while self._unsettled:
                 record, pending = self._unsettled.popleft()
@@ -329,12 +334,12 @@ class Run(Summary, Tables):
 
     @property
     def _ledger(self) -> Ledger:  # type: ignore[override]
-        """With every step that was taken in it."""
+        """The ledger, after the steps whose values were still on the device are in it."""
         self._settle()
         return self._book
 
     def _begin(self) -> None:
-        """Before the first record: a folder is continued, overwritten or refused."""
+        """Before the first record, continue the folder, overwrite it or raise LedgerError."""
         if self._described or self._store is None:
             return
         if not self._loaded and self._overwrite:
@@ -350,13 +355,8 @@ class Run(Summary, Tables):
 
     # Bookkeeping
 
-    def _chosen(self) -> bool:
-        """Is this step scored? A coin of its own, the same for all batches of a step."""
-        coin = np.random.default_rng((self.config.seed, self.step))
-        return self.config.every == 1 or int(coin.integers(self.config.every)) == 0
-
     def _rescan(self) -> None:
-        """Layers may have been frozen or unfrozen, or added to the optimizer."""
+        """Find the scored parameters again if layers were frozen, unfrozen or added."""
         modules = modules_of(self.model)
         self._capture.modules = self._validator.modules = modules
         before, self._trainable = self._trainable, trainable(modules, self.optimizer)
@@ -368,19 +368,19 @@ class Run(Summary, Tables):
             self._capture.held = held_by(self.optimizer)
 
     def _drop_skipped(self) -> None:
-        """Captures of a step that never came (GradScaler skipped it): gradients are gone."""
+        """Drop the records of a step that GradScaler skipped: its gradients were cleared."""
         if self._pending and self._scorer.accumulated.thrown_away(self.params):
             self._forget()
 
     def _first_gradient(self) -> None:
-        """In a batch, before anything is added to .grad."""
+        """Called in each batch before its backward pass adds anything to .grad."""
         self._drop_skipped()
         self._scorer.accumulated.begin(self.params, first=not self._pending)
 
     def _forget(self) -> None:
         for _, micro in self._pending:
             if micro is not None:
-                micro.records.clear()  # whoever keeps the loss keeps the graph, and that the micro
+                micro.records.clear()  # a kept loss keeps its graph alive, and that its MicroBatch
         if self._check is not None:
             self._check.recordings.clear()
         self._pending, self._memory.held = [], 0
@@ -393,7 +393,6 @@ class Run(Summary, Tables):
 
 
 def _eager(hook: Any) -> Any:
-    """A hook that stays as it is where ``optimizer.step`` is compiled: it measures, and there is
-    nothing in it to compile."""
+    """Keep a hook out of the graph where ``optimizer.step`` is compiled."""
     why = "inrun scores the step here: compile optimizer.step without fullgraph=True"
     return torch.compiler.disable(hook, reason=why)

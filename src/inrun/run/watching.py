@@ -13,7 +13,13 @@ from torch.optim import Optimizer
 from inrun.gradients import Form
 from inrun.ledger.records import Ledger, MemoryLedger
 from inrun.run.bookkeeping import Config, scored_parameters
-from inrun.run.refusals import check_estimators, check_model, check_optimizer, named_targets
+from inrun.run.refusals import (
+    check_choices,
+    check_estimators,
+    check_model,
+    check_optimizer,
+    named_targets,
+)
 from inrun.run.run import Run
 from inrun.validation.validator import Loss, Validator
 
@@ -64,10 +70,10 @@ def watch(
         training: "bitwise" leaves the training as it is without inrun, bit for bit; "fast" forms
             weight gradients as sums of per-example gradients, the same up to rounding. What is
             compiled by ``torch.compile`` is the same up to rounding in any case.
-        audit_every: measure the validation losses before, without and with the batch every so
-            many steps; 0 never.
+        audit_every: every ``audit_every`` steps, measure the validation losses before the step,
+            after it without the batch and after it with the batch; 0 never.
         per_step: validation batches per step and target; their losses are averaged.
-        every: score a random one in so many steps, weighted by it.
+        every: score each step with probability 1/every and weight its values by ``every``.
         ignore: parameters to leave out: names as ``run.coverage()`` shows them, or patterns such as
             ``"encoder.*"``. One that matches nothing is refused.
         batch_dim: the dimension of the examples in the model's inputs (1 for sequence-first).
@@ -86,13 +92,7 @@ def watch(
         A :class:`Run`, also a context manager that closes itself.
     """
     data = named_targets(validation, targets)
-    if training not in ("bitwise", "fast"):
-        raise ValueError(f"training={training!r} is not known: use 'bitwise' or 'fast'")
-    if form not in ("auto", "ghost", "materialise"):
-        raise ValueError(f"form={form!r} is not known: use 'auto', 'ghost' or 'materialise'")
-    for name, number in (("per_step", per_step), ("every", every)):
-        if number < 1:
-            raise ValueError(f"{name}={number} must be at least 1")
+    check_choices(training, form, per_step, every)
     names = check_estimators(estimator, point)
     patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     config = Config(

@@ -60,8 +60,8 @@ class Clipping:
         return replace(self, across=float(np.minimum(1.0, self.norm / size).mean()))
 
     def carry(self, u: Mapping[str, Direction], names: Iterable[str]) -> Mapping[str, Direction]:
-        """Directions for ḡ as directions for G, where that is a matter of coordinates. ``names``
-        has the order of the ratios."""
+        """Directions for ḡ as directions for G, if each coordinate has its own ratio. ``names`` are
+        the parameters in the order of the ratios."""
         if not isinstance(self.ratio, list):
             return u
         ratios = dict(zip(names, self.ratio, strict=True))
@@ -272,7 +272,7 @@ _PIECE = 2**25  # numbers for which temporaries are made at a time
 def _pieces(
     g: Sequence[Tensor], G: Sequence[Tensor]
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Both lists, some parameters at a time."""
+    """Both lists in pieces of at most _PIECE numbers; G in the type of ḡ."""
     held, some = 0, ([], [])  # type: tuple[int, tuple[list[Tensor], list[Tensor]]]
     for x, y in zip(g, G, strict=True):
         if held and held + x.numel() > _PIECE:
@@ -305,7 +305,7 @@ def _is(
     g: Sequence[Tensor], G: Sequence[Tensor], size: list[float],
     function: Callable[[list[Tensor]], list[Tensor]],
 ) -> bool:  # fmt: skip
-    """ḡ = function(G), everywhere?"""
+    """Whether ḡ = function(G) everywhere, up to rounding."""
     at = 0
     eps = [_epsilon(pair) for pair in zip(g, G, strict=True)]  # ḡ may have been converted since
     for some, own in _pieces(g, G):

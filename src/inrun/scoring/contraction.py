@@ -154,12 +154,13 @@ def components(names: Iterable[str], micros: Sequence[MicroBatch]) -> list[list[
 def cancelling(
     G: Mapping[str, Tensor], micros: Sequence[MicroBatch], among: Collection[str] | None = None
 ) -> dict[str, Tensor]:
-    """For each vector (of some), on its device: is its gradient zero but for rounding, though
-    single examples' are not? A bias before BatchNorm. The batch does not move it, yet an adaptive
-    optimizer's slope at zero is of the order lr/eps there and would credit examples with nonsense.
+    """For each 1-D parameter (or those ``among``), a flag on its device: is its gradient zero up to
+    rounding although the per-example gradients are not? Example: a bias before BatchNorm. The batch
+    does not move it, but an adaptive optimizer's slope at zero is of the order lr/eps, which would
+    give examples meaningless values.
 
-    A vector as a whole: single coordinates of any gradient may be small by chance. For the same
-    reason the coarse rounding of a backward pass in half precision counts for longer ones only.
+    The norm of the whole vector decides, because single coordinates may be small by chance. For the
+    same reason the rounding of half precision is allowed for only in longer vectors.
     """
     sizes: dict[str, Tensor] = {}
     coarse = 0.0

@@ -91,8 +91,8 @@ def _single(x: Any) -> Any:
 
 
 class Static:
-    """Memory for shifted weights that stays where it is, so that a recorded validation pass (a
-    CUDA graph) finds them again: for each point of the path its own."""
+    """Buffers for shifted weights, one set per point of the path, at fixed addresses: a CUDA graph
+    of the validation pass reads them there in every step."""
 
     def __init__(self) -> None:
         self._kept: dict[float, list[Tensor]] = {}
@@ -110,7 +110,7 @@ class Path:
 
     def __init__(self, moved: Sequence[Moved], static: Static | None = None) -> None:
         self.moved, self._static = moved, static
-        self._points: dict[float, list[Tensor]] = {}  # kept: every target comes back to them
+        self._points: dict[float, list[Tensor]] = {}  # cache: every target needs them
         self._fused = _fused(moved)
         self._rows = _rows(moved) if self._fused is None else []
 
@@ -137,13 +137,13 @@ class Path:
         return weights
 
     def _in_order(self, by_row: Sequence[Sequence[Found]]) -> list[Found]:
-        """What the rows found for their members, in the order of the parameters."""
+        """The results of all rows in the order of the parameters."""
         places = [i for row in self._rows for i in row.places]
         found = dict(zip(places, itertools.chain(*by_row), strict=True))
         return [found[i] for i in range(len(places))]
 
     def _kept(self, x: float, weights: list[Tensor]) -> list[Tensor]:
-        """On a GPU in memory that stays where it is."""
+        """The weights; on a GPU copied to buffers at fixed addresses."""
         kinds = {(m.p.device, m.p.dtype) for m in self.moved}
         memory = self._memory(x) if weights[0].is_cuda and len(kinds) == 1 else None
         if memory is None:
@@ -152,8 +152,8 @@ class Path:
         return memory
 
     def _memory(self, x: float | None) -> list[Tensor] | None:
-        """For the weights at a point, the same in every step. (Its ends are for audits, now and
-        then.)"""
+        """Buffers for the weights at a point. None for the ends of the path, which only audits
+        need."""
         if self._static is None or x in (None, 0.0, 1.0):
             return None
         return self._static.like([m.p for m in self.moved], x)
@@ -167,7 +167,7 @@ class Path:
 
     @contextmanager
     def weights(self, x: float | None) -> Iterator[None]:
-        """The model with the weights of a point of the path; then its own, the very same memory.
+        """Context in which the model has the weights of a point of the path; restores its own.
 
         None is w_t: nothing changes.
         """
@@ -185,7 +185,7 @@ class Path:
 
 
 def _fused(moved: Sequence[Moved]) -> kernels.AdamStep | None:
-    """The step as the whole-model kernel takes it, where it can."""
+    """The arguments of the fused kernel for the whole model; None where it does not apply."""
     if not moved or not moved[0].p.is_cuda or moved[0].rule.fused is None:
         return None
     known: dict[int, int] = {}  # parameter groups
@@ -225,8 +225,8 @@ def _proxy(moved: Sequence[Moved]) -> list[LinearMap]:
 
 @dataclass(eq=False)
 class Row:
-    """Parameters of one kind, computed in one piece: an update that takes each coordinate on its
-    own does not know where a parameter ends, and a model has many small ones."""
+    """Small parameters whose updates are computed together, concatenated: an elementwise update
+    does not depend on where a parameter ends, and one call is cheaper than many."""
 
     members: list[Moved]
     places: list[int]  # among all parameters of the step
@@ -277,7 +277,7 @@ class Row:
 
 
 def _of_each(x: Any, p: Tensor) -> bool:
-    """Is this part of the state one of numbers for each coordinate?"""
+    """Whether this state entry has one number per coordinate of the parameter."""
     return isinstance(x, Tensor) and x.shape == p.shape
 
 
@@ -307,7 +307,7 @@ def _rows(moved: Sequence[Moved]) -> list[Row]:
 
 
 def _kind(m: Moved) -> tuple[Any, ...] | None:
-    """Parameters of the same kind can stand in a row; None: this one stands alone."""
+    """Parameters of equal kind can be concatenated; None: this one is computed alone."""
     if not m.rule.elementwise or m.p.ndim == 0:
         return None
     kind: list[Any] = [id(m.options), m.p.dtype, m.g.dtype, m.p.device]
@@ -318,6 +318,6 @@ def _kind(m: Moved) -> tuple[Any, ...] | None:
             kind.append((k, float(x)))
         elif x is None or isinstance(x, (bool, int, float)):
             kind.append((k, x))
-        else:  # a number on the device, say: to compare it would be to wait
+        else:  # for example a scalar on a GPU: comparing it would synchronise
             return None
     return tuple(kind)

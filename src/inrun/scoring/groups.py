@@ -74,7 +74,7 @@ def _fitting(device: torch.device) -> tuple[int, int]:
 
 
 def _targets_at_once(Q: int, fit: int) -> int:
-    """No more than fit; of many, as many as the kernel takes together."""
+    """How many targets to contract at a time: at most ``fit``, in multiples of TOGETHER."""
     n = max(1, min(Q, fit))
     return n if n == Q or n < TOGETHER else n // TOGETHER * TOGETHER
 
@@ -82,7 +82,7 @@ def _targets_at_once(Q: int, fit: int) -> int:
 def _pieces(
     parts: Sequence[Sequence[str]], G: Mapping[str, Tensor], size: int
 ) -> Iterator[list[str]]:
-    """Parts joined to pieces of at most this size, where they are not larger themselves."""
+    """Joins parts up to ``size`` numbers; a larger part is a piece of its own."""
     piece: list[str] = []
     held = 0
     for names in parts:

@@ -30,11 +30,11 @@ BEFORE = "there were gradients from outside run.batch(ids) before one of the ste
 
 @dataclass
 class Received:
-    """What is known of the gradient at a step."""
+    """The gradient that ``optimizer.step()`` receives, compared with what the batches left."""
 
     G: dict[str, Tensor]  # as the batches left it
     changed: bool = False  # .grad is something else now
-    flags: dict[str, Tensor] = field(default_factory=dict)  # void if one is up, by the reason
+    flags: dict[str, Tensor] = field(default_factory=dict)  # reason → True voids the step
 
 
 class Accumulated:
@@ -51,7 +51,7 @@ class Accumulated:
         self._before: Tensor | None = None
 
     def forget(self) -> None:
-        """The step is over, or was skipped."""
+        """Drop what was noted: the step is over, or was skipped."""
         self._held, self._copies, self._sample, self._before = {}, {}, [], None
         self._views.forget()
 
@@ -62,7 +62,7 @@ class Accumulated:
     # Around a batch
 
     def thrown_away(self, params: Mapping[str, Tensor]) -> bool:
-        """Was what the last batch left there cleared, with no step in between?
+        """Were the gradients of the last batch cleared without an optimizer step?
 
         A gradient that is exactly zero is no sign of it: ``zero_grad`` removes the tensor or
         raises its version counter.
@@ -79,7 +79,7 @@ class Accumulated:
         return any(bool(x.any()) for x in (*self._copies.values(), *self._sample))
 
     def begin(self, params: Mapping[str, Tensor], first: bool) -> None:
-        """Before a batch adds anything: whatever is in .grad must be the step's own."""
+        """Before a batch adds anything: flag gradients that are not from this step's batches."""
         grads = _gradients(params)
         if first:
             left = [g for g in grads.values() if not _empty(g)]
@@ -105,7 +105,7 @@ class Accumulated:
         self._before = flag
 
     def note(self, params: Mapping[str, Tensor], scored: bool = True, audit: bool = False) -> None:
-        """After a batch."""
+        """After a batch: keep a copy or a sample of .grad to compare with later."""
         grads = _gradients(params)
         self._held = {k: (g, version_of(g)) for k, g in grads.items()}
         self._copies, self._sample = {}, []
@@ -116,7 +116,7 @@ class Accumulated:
             self._sample = self._views.gather(list(grads.values()))
 
     def _copied(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """In the same memory as in the last step."""
+        """Copies of the gradients, in the memory of the last step's copies."""
         for k, g in grads.items():
             kept = self._memory.get(k)
             if kept is None or (kept.shape, kept.dtype, kept.device) != (
@@ -140,8 +140,8 @@ class Accumulated:
     # At the step
 
     def compare(self, grads: Mapping[str, Tensor]) -> Received:
-        """What arrives at the step against what was noted. With copies this waits for the device,
-        as it does for everything where something is done to the gradient."""
+        """Compare .grad at the step with what the last batch left. With copies this synchronises
+        with the device."""
         found = Received(dict(grads))
         if self._before is not None:
             found.flags[BEFORE] = self._before

@@ -29,13 +29,13 @@ def _places(size: int) -> tuple[tuple[int], tuple[int], int]:
 
 
 class Views:
-    """The positions as views of tensors that are asked for again and again."""
+    """Cache of views of the sampled positions, for tensors that are read in every step."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     def of(self, t: Tensor) -> Tensor:
-        """Its positions: a view where its numbers lie in order, else a copy."""
+        """The sampled entries of a tensor: a view if it is contiguous, else a copy."""
         kept = self._kept.get(id(t))
         if kept is not None and kept[0] is t and kept[1] == t.data_ptr():
             return kept[2]
@@ -48,11 +48,11 @@ class Views:
         return found
 
     def joined(self, tensors: Iterable[Tensor]) -> Tensor:
-        """The positions of tensors of one type and device, one after the other."""
+        """The sampled entries of tensors of one type and device, concatenated."""
         return torch.cat([self.of(t) for t in tensors])
 
     def gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The positions of all, in one tensor for each type and device."""
+        """The sampled entries of all tensors, one tensor for each type and device."""
         kinds: dict[object, list[Tensor]] = {}
         for t in tensors:
             kinds.setdefault((t.dtype, t.device), []).append(self.of(t))
@@ -62,18 +62,18 @@ class Views:
         self._kept = {}
 
     def shrink(self, most: int) -> None:
-        """Let go of tensors that are no longer in use, once there are many."""
+        """Empty the cache when it holds more than ``most`` tensors."""
         if len(self._kept) > most:
             self._kept = {}
 
 
 def counts(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """How many positions each has."""
+    """The number of sampled entries of each tensor."""
     return tuple(min(POSITIONS, t.numel()) for t in tensors)
 
 
 def differ(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-    """Is any number of one list another than in the other? A flag on the device of the first."""
+    """Whether any entry differs between the lists, as a tensor on the first one's device."""
     if [(x.shape, x.dtype, x.device) for x in a] != [(x.shape, x.dtype, x.device) for x in b]:
         return torch.ones((), dtype=torch.bool)
     if not a:

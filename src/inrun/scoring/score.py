@@ -1,4 +1,4 @@
-"""What became of a step, known now or as soon as the device has computed it."""
+"""The result of a step, complete or still being computed on the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from inrun.scoring.taken import Prediction
 
 @dataclass(frozen=True)
 class Score:
-    """What became of a step: values [E, Q, B], or the reason why there are none."""
+    """The result of a step: values [E, Q, B], or the reason why there are none."""
 
     values: np.ndarray | None = None
     void: str | None = None
@@ -26,7 +26,7 @@ class Score:
 
 @dataclass
 class Begun:
-    """A step that the optimizer is about to take: all that is known before it does."""
+    """What was computed before ``optimizer.step()`` and is needed after it."""
 
     step: int
     numbers: dict[str, Tensor]
@@ -34,11 +34,11 @@ class Begun:
     prediction: Prediction
     flags: dict[str, Tensor]  # by reason: if one is up, the step is void
     losses: list[np.ndarray]  # audited: before the step and without the batch
-    wait: bool  # its numbers are wanted at once
+    wait: bool  # fetch the values right after the step instead of during the next one
 
 
 class Pending:
-    """A score whose numbers are still on their way from the device. ``settle`` waits for them."""
+    """A score whose values are being copied to the host. ``settle`` waits for them."""
 
     def __init__(self, numbers: Mapping[str, Tensor], conclude: Callable[..., Score]) -> None:
         self._shapes = {k: t.shape for k, t in numbers.items()}

@@ -128,7 +128,7 @@ class Scorer:
         return Begun(step, numbers, tolerance, prediction, found.flags, measured, wait)
 
     def finish(self, begun: Begun) -> Score | Pending:
-        """The optimizer has taken the step."""
+        """After ``optimizer.step()``: the score, or one whose values are still on the device."""
         audit = None
         if begun.losses:  # U(B) at the weights that are really there
             with self.validator.evaluating():
@@ -149,21 +149,21 @@ class Scorer:
         return score
 
     def settled(self, score: Score) -> None:
-        """The numbers of a step have arrived: after a mismatch look closer again."""
+        """Called with each step's score: after a mismatch, go back to the thorough checks."""
         if score.void == CHANGED:
             self.accumulated.suspect()
         if score.void == OTHER_STEP:
             self._compared = 0
 
     def _numbers(self, B: int, like: Tensor) -> dict[str, Tensor]:
-        """Room for the values [E, Q, B], their sums as they should be and the losses."""
+        """Zeros for the values [E, Q, B], their expected sums [E, Q] and the losses [Q]."""
         values = like.new_zeros((len(self.estimators), len(self.targets), B), dtype=torch.float64)
         expected, losses = values.new_zeros(values.shape[:2]), values.new_zeros(values.shape[1])
         return {"values": values, "expected": expected, "losses": losses}
 
     @contextmanager
     def _validating(self, micros: list[MicroBatch]) -> Iterator[None]:
-        """Around the passes of a step, on the targets' next batches."""
+        """Context of the validation passes of a step; draws each target's next batches."""
         self.validator.autocast = micros[-1].autocast
         self.validator.draw()
         with self.validator.evaluating():
@@ -174,7 +174,7 @@ class Scorer:
         maps: list[dict[str, LinearMap]], fixed: Clipping, G: Mapping[str, Tensor],
         micros: list[MicroBatch], audit: bool,
     ) -> Clipping:  # fmt: skip
-        """Fills in the values, target group by target group; how single examples are clipped."""
+        """Fill in the values, one group of targets at a time; returns the per-example clipping."""
         values, losses = numbers["values"], numbers["losses"]
         clipping, aligned = self._spread(fixed, G, micros)
         parts = components(list(G), micros) if len(self.targets) > 1 else []
@@ -233,8 +233,9 @@ class Scorer:
     def _cancelling(
         self, G: Mapping[str, Tensor], micros: list[MicroBatch], audit: bool
     ) -> dict[str, Tensor]:
-        """Which vectors cancel in this step. It is a matter of the model which of them can, so all
-        are looked at only now and then."""
+        """By parameter (1-D ones): a flag, True if its per-example gradients cancel in this step.
+        Which can cancel depends on the model, so the full scan runs only at audits and when the
+        model changes."""
         if not self.rule.adaptive:
             return {}
         state = tuple(G), tuple(m.training for m in self.validator.modules)
@@ -247,8 +248,8 @@ class Scorer:
     def _maps(
         self, path: Path, places: list[int], G: Mapping[str, Tensor], still: Mapping[str, Tensor]
     ) -> list[dict[str, LinearMap]]:
-        """For each estimator, the linear map of each parameter; to zero for those that are
-        ``still``."""
+        """For each estimator, the linear map of each parameter; zero if its flag in ``still`` is
+        True."""
         made: dict[str, list[LinearMap]] = {}
         with stage("update map"):
             for e in self.estimators:
@@ -261,7 +262,7 @@ class Scorer:
         return [dict(zip(G, made[e.kind], strict=True)) for e in self.estimators]
 
     def _by_point(self) -> dict[str, list[int]]:
-        """The estimators that share the targets' gradients."""
+        """Indices of the estimators, grouped by the point of their validation gradient."""
         found: dict[str, list[int]] = {}
         for e, estimator in enumerate(self.estimators):
             found.setdefault(estimator.point, []).append(e)
@@ -270,7 +271,7 @@ class Scorer:
     def _gradients(
         self, group: Sequence[int], path: Path, params: Mapping[str, Tensor]
     ) -> dict[float | None, Gradients]:
-        """The targets' gradients at every point that an estimator asks for."""
+        """The gradients of a group of targets at each point that some estimator needs."""
         gradients: dict[float | None, Gradients] = {}
         points = list(dict.fromkeys(x for e in self.estimators for x in POINTS[e.point]))
         for x in points:
@@ -294,7 +295,7 @@ class Scorer:
     def _arrived(
         self, step: int, found: Received, g: list[Tensor], micros: list[MicroBatch]
     ) -> Clipping | Score:
-        """C, or a void step where the gradient is not a known function of the batches'."""
+        """The clipping C with ḡ = C(G), or a void score if ḡ is no known function of G."""
         for reason, flag in found.flags.items():
             if flag.device.type == "cpu" and bool(flag):
                 return self.conclusion.void(step, reason, _ADVICE[reason])
@@ -361,8 +362,8 @@ class Scorer:
 
 
 def _finite(tensors: list[Tensor]) -> Tensor:
-    """Is every number finite? One launch on a GPU. On a CPU sums are quickest, and only where one
-    is not finite it may have overflowed."""
+    """Whether all entries are finite, as a tensor. One kernel on a GPU. On a CPU a finite sum is
+    the fastest proof; a sum that is not finite may have overflowed, so then look at entries."""
     if tensors[0].is_cuda:
         return torch.stack(foreach_norm(tensors, math.inf)).isfinite().all()
     found = all(math.isfinite(t.sum()) or bool(t.isfinite().all()) for t in tensors)
@@ -370,7 +371,7 @@ def _finite(tensors: list[Tensor]) -> Tensor:
 
 
 def _unless(still: Tensor, f: LinearMap) -> LinearMap:
-    """The map, or one to zero of the same kind."""
+    """The map ``f``, or the zero map of the same kind if the flag ``still`` is True."""
     if isinstance(f, Scale):
         return Scale(f.K.masked_fill(still, 0.0))
     return lambda v: f(v).masked_fill(still, 0.0)

@@ -11,7 +11,7 @@ import torch
 
 
 class Stopwatch:
-    """Sums the time of each stage: by device events on a GPU, so that nothing waits meanwhile."""
+    """Sums the time of each stage; on a GPU with CUDA events, which do not synchronise."""
 
     def __init__(self) -> None:
         self._spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = defaultdict(list)
@@ -43,7 +43,7 @@ _stopwatch: Stopwatch | None = None
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Around a stage. Costs nothing unless somebody measures."""
+    """Context of a stage: timed inside ``measured()``, otherwise free."""
     if _stopwatch is None:
         yield
         return

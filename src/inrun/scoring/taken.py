@@ -40,7 +40,7 @@ class Piece:
     allowed: Tensor  # the distance that counts as rounding [parameters]
 
     def off(self, views: sample.Views | None) -> Tensor:
-        """Is any parameter further from its prediction than rounding explains?"""
+        """Whether any parameter is further from its prediction than rounding explains."""
         flat = self.params[0].detach().flatten() if views is None else views.joined(self.params)
         away = _norms(flat.to(self.expected.dtype) - self.expected, self.owner, len(self.params))
         return (~(away <= self.allowed)).any()  # NaN is off
@@ -48,7 +48,7 @@ class Piece:
 
 @dataclass
 class Prediction:
-    """The weights after a step, as the rule has them."""
+    """The weights that the optimizer's rule predicts after a step."""
 
     pieces: list[Piece]
     views: sample.Views | None  # of a sample; None: of all coordinates
@@ -56,7 +56,7 @@ class Prediction:
 
     @torch.no_grad()
     def off(self) -> Tensor:
-        """After the step: 1 if it was another than predicted. On the device."""
+        """After the step: 1.0 if the weights are not as predicted. Stays on the device."""
         flags = [piece.off(self.views) for piece in self.pieces]
         return torch.stack([f.to(flags[0].device) for f in flags]).any().double()
 
@@ -113,14 +113,14 @@ def _sampled(members: list[Moved], views: sample.Views) -> Piece:
         g = once.joined(m.g for m in members)
         whole = Moved(w, g, first.rule, state, first.options)
         without, expected = whole.at(0.0), whole.at(1.0)
-    else:  # the update looks at whole parameters
+    else:  # the update needs whole parameters
         without, expected = (once.joined([m.at(x) for m in members]) for x in (0.0, 1.0))
     return _piece(members, w, without, expected, _owner(counts, w.device))
 
 
 def _state(values: list[Any], counts: tuple[int, ...], views: sample.Views) -> Any:
-    """One entry of the state for all: of each coordinate, or one number. A number on a device may
-    differ between parameters, so each coordinate has its own."""
+    """One state entry of all parameters, sampled. A scalar on a GPU may differ between parameters,
+    so it is repeated for each coordinate."""
     first = values[0]
     if not isinstance(first, Tensor):
         return first
@@ -137,7 +137,7 @@ def _owner(counts: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _groups(moved: Sequence[Moved]) -> list[list[Moved]]:
-    """Parameters whose sample can be computed as one."""
+    """Parameters grouped so that the samples of a group can be computed together."""
     found: dict[Any, list[Moved]] = {}
     for m in moved:
         if m.p.numel():

@@ -54,13 +54,9 @@ def bounded_client(seconds: float, largest: int = LARGEST) -> Any:
                         )
             finally:
                 await response.aclose()
-            headers = [
-                (k, v)
-                for k, v in response.headers.multi_items()
-                if k.lower() not in ("content-encoding", "content-length", "transfer-encoding")
-            ]  # it is unpacked
+            headers, content = _headers_of_unpacked(response), bytes(body)
             return http.Response(
-                response.status_code, headers=headers, content=bytes(body), request=request
+                response.status_code, headers=headers, content=content, request=request
             )
 
         async def _followed(self, request: Any, how: dict[str, Any]) -> Any:
@@ -76,3 +72,9 @@ def bounded_client(seconds: float, largest: int = LARGEST) -> Any:
             return response
 
     return Client()
+
+
+def _headers_of_unpacked(response: Any) -> list[tuple[str, str]]:
+    """The headers of a response, without those that describe its body as it was sent."""
+    packing = ("content-encoding", "content-length", "transfer-encoding")
+    return [(k, v) for k, v in response.headers.multi_items() if k.lower() not in packing]

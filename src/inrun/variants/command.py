@@ -27,18 +27,37 @@ class Found(NamedTuple):
     code: int  # 1: some sources are short, had no reply or hold variants that do not pass
 
 
+Sources = Annotated[
+    Path, typer.Argument(help=".txt (one per line, id = line from 0) or .jsonl (id, text).")
+]
+Output = Annotated[
+    Path, typer.Option("-o", "--output", help="Grows by one line per source; resumes.")
+]
+BaseUrl = Annotated[
+    str | None,
+    typer.Option(envvar="OPENAI_BASE_URL", help="OpenAI-compatible endpoint; OpenAI if none."),
+]
+Entities = Annotated[
+    str, typer.Option(help="auto (spaCy if installed), capitals, or a spaCy pipeline.")
+]
+KeepShort = Annotated[
+    bool, typer.Option("--keep-short", help="Write sources that lack variants, too.")
+]
+Window = Annotated[
+    list[str] | None,
+    typer.Option(metavar="CATEGORY=LOW:HIGH", help="Jaccard overlap with the source."),
+]
+Rounds = Annotated[
+    int, typer.Option(min=1, help="Most requests per source, while too few variants pass.")
+]
+Retries = Annotated[int, typer.Option(min=0, help="After rate limits, timeouts and server errors.")]
+
+
 def variants(
-    sources: Annotated[
-        Path, typer.Argument(help=".txt (one per line, id = line from 0) or .jsonl (id, text).")
-    ],
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="Grows by one line per source; resumes.")
-    ] = Path("variants.jsonl"),
+    sources: Sources,
+    output: Output = Path("variants.jsonl"),
     model: Annotated[str | None, typer.Option(help="As the endpoint calls it.")] = None,
-    base_url: Annotated[
-        str | None,
-        typer.Option(envvar="OPENAI_BASE_URL", help="OpenAI-compatible endpoint; OpenAI if none."),
-    ] = None,
+    base_url: BaseUrl = None,
     key_env: Annotated[
         str, typer.Option(help="Environment variable that holds the key.")
     ] = "OPENAI_API_KEY",
@@ -47,32 +66,21 @@ def variants(
         int | None, typer.Option(min=1, help="Only so many sources, drawn by --seed.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of every draw, and sent with the requests.")] = 0,
-    entities: Annotated[
-        str, typer.Option(help="auto (spaCy if installed), capitals, or a spaCy pipeline.")
-    ] = "auto",
-    window: Annotated[
-        list[str] | None,
-        typer.Option(metavar="CATEGORY=LOW:HIGH", help="Jaccard overlap with the source."),
-    ] = None,
-    rounds: Annotated[
-        int, typer.Option(min=1, help="Most requests per source, while too few variants pass.")
-    ] = 5,
+    entities: Entities = "auto",
+    window: Window = None,
+    rounds: Rounds = 5,
     workers: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 4,
     timeout: Annotated[
         float, typer.Option(min=0.01, help="Seconds per request, reply included.")
     ] = 120,
-    retries: Annotated[
-        int, typer.Option(min=0, help="After rate limits, timeouts and server errors.")
-    ] = 5,
+    retries: Retries = 5,
     request: Annotated[
         str, typer.Option(metavar="JSON", help="More request fields; null leaves one out.")
     ] = "{}",
     cache: Annotated[
         Path | None, typer.Option(help="Every reply; OUTPUT with .cache.jsonl by default.")
     ] = None,
-    keep_short: Annotated[
-        bool, typer.Option("--keep-short", help="Write sources that lack variants, too.")
-    ] = False,
+    keep_short: KeepShort = False,
     check: Annotated[
         bool, typer.Option("--check", help="SOURCES holds variants: which pass the filter?")
     ] = False,

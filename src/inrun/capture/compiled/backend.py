@@ -15,6 +15,7 @@ memory and take no part in the forward pass, and whose gradients are the record'
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -50,10 +51,11 @@ _VARIANTS = 4  # compiled forms of one graph (batch sizes, lengths); more run ea
 
 
 class Backend:
-    """The backend that is in force while a batch is open."""
+    """The ``torch.compile`` backend that is in force while a batch is open."""
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
+        self.eager_only = False  # a graph could not be planned: run compiled code eagerly
         self._graphs: list[Graph] = []
 
     def close(self) -> None:
@@ -61,6 +63,21 @@ class Backend:
         for graph in self._graphs:
             graph.close()
         self._graphs = []
+
+    def stance(self) -> Any:
+        """For the time of a batch: compile with this backend, or run compiled code eagerly."""
+        if self.eager_only:
+            return torch.compiler.set_stance("force_eager")
+        return torch.compiler.set_stance("default", force_backend=self)
+
+    def stay_eager(self, why: str) -> None:
+        """From the next batch on, run compiled code eagerly."""
+        self.eager_only = True
+        warnings.warn(
+            f"inrun cannot score inside this compiled graph ({why}). What is compiled runs eagerly "
+            "inside run.batch from now on: the values are the same, the speed is not.",
+            stacklevel=3,
+        )
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         inner = compile_backend()
@@ -100,7 +117,7 @@ class Graph:
         self, capture: Capture, gm: fx.GraphModule, compile: Callable[..., Callable[..., Any]]
     ) -> None:
         self.capture, self.gm, self.compile = capture, gm, compile
-        self.aside: Callable[[], Any] = capture.paused  # the mode looks away
+        self.aside: Callable[[], Any] = capture.paused  # context in which calls are not followed
         self.variants: dict[Any, Variant] = {}
         self._names = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
         self._meetings: list[list[Meeting]] = []  # as the compiled graphs hold them
@@ -124,7 +141,7 @@ class Graph:
                 with self.capture.paused():
                     self.variants[key] = self._make(inputs)
             except UnplannableError as why:
-                self.capture.stay_eager(f"{why}")
+                self.capture.backend.stay_eager(f"{why}")
                 return _Inline(self.gm).run(*inputs)
         with self.aside():
             return self._run(self.variants[key], inputs)
