@@ -55,7 +55,6 @@ class Provenance(Inputs):
     def __init__(
         self, modules: Sequence[nn.Module], params: Mapping[str, Tensor], batch_dim: int
     ) -> None:
-        super().__init__()
         self.modules, self.batch_dim = modules, batch_dim
         self.live: MicroBatch | None = None
         self._planning = False
@@ -116,7 +115,7 @@ class Provenance(Inputs):
                 return known
         if self.anchored and t.requires_grad and not t.is_leaf:
             return lost("a function that torch does not show")
-        if t.ndim == 0 or (self.anchored and self._inside):
+        if t.ndim == 0 or (self.received and self._inside):
             return CONSTANT
         return self._as_data(t)
 
@@ -125,7 +124,7 @@ class Provenance(Inputs):
         assert self.live is not None
         if t.is_nested:
             return lost("a nested tensor")
-        if self._has_rows(t):
+        if t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B:
             return Layout(self.batch_dim, data=True)
         self._shapes.append(tuple(t.shape))
         return OUTSIDE
