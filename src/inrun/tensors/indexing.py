@@ -26,7 +26,7 @@ def index(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout 
     layout = find(x)
     tensors = [k for k, i in enumerate(given) if isinstance(i, (Tensor, list))]
     if layout is None or layout.data:
-        if any(isinstance(i, Tensor) and find(i) for i in given) and not x.requires_grad:
+        if any(isinstance(i, Tensor) and find(i) for i in given):
             return _picked(given, find)  # data[rows]: the index says which examples these are
         if layout is None:
             return None
@@ -126,13 +126,30 @@ def _written_dim(target: Tensor, given: Any, value: Tensor, layout: Layout, B: i
     return places[0] if len(places) == 1 else None
 
 
+def _beside(target: Tensor, given: Any, value: Tensor) -> bool:
+    """``target[:, indices] = value``: do the rows of the value go to those of the target? A value
+    with fewer dimensions is repeated along the first, indices apart from each other come first."""
+    parts: list[Any] = []
+    for i in _as_tuple(given):
+        if not isinstance(i, (Tensor, list)):
+            parts.append(0 if isinstance(i, int) and not isinstance(i, bool) else i)
+            continue
+        t = torch.as_tensor(i)
+        zeros = torch.zeros([1] * t.ndim, dtype=torch.long)
+        parts += [torch.zeros(1, dtype=torch.long)] * t.ndim if t.dtype == torch.bool else [zeros]
+    places = [k for k, i in enumerate(parts) if isinstance(i, Tensor)]
+    apart = places != list(range(places[0], places[0] + len(places)))
+    if apart or not _everything(parts[0]):
+        return False
+    return torch.empty([1] * target.ndim)[tuple(parts)].ndim == value.ndim
+
+
 def written(
     target: Tensor, given: Any, value: Tensor, layout: Layout, own: Layout | None, B: int
 ) -> Layout | None:
     """The layout of a target after ``target[index] = value``; ``own`` is what it had before."""
     if any(isinstance(i, (Tensor, list)) for i in _as_tuple(given)):
-        whole = own == layout == Layout(0) and _everything(_as_tuple(given)[0])
-        return own if whole else None
+        return own if own == layout == Layout(0) and _beside(target, given, value) else None
     dim = _written_dim(target, given, value, layout, B)
     found = None if dim is None else replace(layout, dim=dim)
     return found if own is None or found is None else agree([own, found])
