@@ -59,6 +59,27 @@ def unproven_rows(name: str, operation: str) -> CaptureError:
     )
 
 
+def list_of_examples(name: str, B: int, dim: int) -> CaptureError:
+    """As many tensors as examples, and each as long as that."""
+    return CaptureError(
+        f"the model receives {name}, a list of {B} tensors that have size {B} in dimension {dim}: "
+        f"with {B} ids each tensor may be one example, or hold a row of every example. Give the "
+        f"model one tensor (torch.stack) with the examples in dimension {dim}, or use another "
+        "batch size first: that shows which it is."
+    )
+
+
+def two_dimensions(name: str, shape: tuple[int, ...], batch_dim: int, dim: int) -> CaptureError:
+    """The loop has transposed its data, and the sizes coincide."""
+    return CaptureError(
+        f"the model receives {name} of shape {shape}, which the loop made inside run.batch(ids) by "
+        f"moving the dimensions of a tensor: the examples may be in dimension {batch_dim}, as "
+        f"batch_dim={batch_dim} says, or in dimension {dim}, where the rows of that tensor went; "
+        "both have one entry for each id. Make the model's input before the with block: then "
+        f"dimension {batch_dim} counts (watch(..., batch_dim=...) names another)."
+    )
+
+
 def random_parameter(operation: str, roots: Collection[str]) -> CaptureError:
     """Dropout and the like on something made of parameters alone."""
     names = sorted(roots)

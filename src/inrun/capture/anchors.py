@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 _DEPTH = 4  # of containers and objects that hold inputs
+_CALL = " (call "  # in the name of a claim, after the input's
 
 
 def named_tensors(tree: Any, path: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:
@@ -28,19 +29,32 @@ def named_tensors(tree: Any, path: str = "", depth: int = _DEPTH) -> Iterator[tu
         if not tree.is_nested:  # these have no shape
             yield path, tree
         return
-    if depth == 0 or tree is None or isinstance(tree, (str, bytes, int, float, nn.Module)):
-        return
-    pairs: Iterable[tuple[Any, Any]] = ()
-    if isinstance(tree, Mapping):
-        pairs = tree.items()
-    elif isinstance(tree, (list, tuple)):
-        pairs = enumerate(tree)
-    elif is_dataclass(tree) and not isinstance(tree, type):
-        pairs = [(f.name, getattr(tree, f.name, None)) for f in fields(tree)]
-    elif hasattr(tree, "__dict__") and not isinstance(tree, type):
-        pairs = list(vars(tree).items())
-    for key, value in pairs:
+    for key, value in _members(tree) if depth else ():
         yield from named_tensors(value, f"{path}.{key}" if path else str(key), depth - 1)
+
+
+def lists(tree: Any, path: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, list[Tensor]]]:
+    """The lists of tensors inside arguments, each with its path."""
+    for key, value in _members(tree) if depth else ():
+        name = f"{path}.{key}" if path else str(key)
+        if isinstance(value, (list, tuple)) and value and all(isinstance(t, Tensor) for t in value):
+            yield name, [t for t in value if not t.is_nested]
+        yield from lists(value, name, depth - 1)
+
+
+def _members(tree: Any) -> Iterable[tuple[Any, Any]]:
+    """What a container or object holds, by name."""
+    if tree is None or isinstance(tree, (str, bytes, int, float, nn.Module, Tensor)):
+        return ()
+    if isinstance(tree, Mapping):
+        return tree.items()
+    if isinstance(tree, (list, tuple)):
+        return enumerate(tree)
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return [(f.name, getattr(tree, f.name, None)) for f in fields(tree)]
+    if hasattr(tree, "__dict__") and not isinstance(tree, type):
+        return list(vars(tree).items())
+    return ()
 
 
 class Claims:
@@ -50,6 +64,9 @@ class Claims:
         self._leader: dict[str, str] = {}  # claims that stand and fall together
         self._proven: set[str] = set()
         self._sizes: dict[str, set[tuple[int, int]]] = {}  # of a batch, and of the input
+        self._called: dict[str, int] = {}  # in this batch: two calls may mean different things
+        self.columns: set[str] = set()  # lists whose tensors have a row for each example
+        self.dims: dict[str, int] = {}  # where an input that the loop has moved holds the examples
 
     def _find(self, name: str) -> str:
         while (leader := self._leader.get(name, name)) != name:
@@ -68,18 +85,28 @@ class Claims:
         self._proven.update(self._find(n) for n in names)
 
     def proven(self, name: str) -> bool:
-        return self._find(name) in self._proven
+        """By an operation, for the tensor of this call; or by sizes, for the input of all calls."""
+        return self._find(name) in self._proven or self._by_size(name.partition(_CALL)[0])
+
+    def new_batch(self) -> None:
+        self._called = {}
+
+    def named(self, name: str) -> str:
+        """A claim of its own for each tensor of a batch that comes as this input."""
+        self._called[name] = count = self._called.get(name, 0) + 1
+        return name if count == 1 else f"{name}{_CALL}{count})"
 
     def seen(self, name: str, batch: int, size: int) -> None:
         """An input of this size came with a batch of that."""
-        sizes = self._sizes.setdefault(name, set())
-        sizes.add((batch, size))
-        if len(sizes) > 1 and all(b == n for b, n in sizes):
-            self.prove([name])
+        self._sizes.setdefault(name, set()).add((batch, size))
+
+    def _by_size(self, name: str) -> bool:
+        sizes = self._sizes.get(name, ())
+        return len(sizes) > 1 and all(b == n for b, n in sizes)
 
     def shared(self, name: str) -> bool:
-        """Has it been seen with another size than the batch's?"""
-        return any(b != n for b, n in self._sizes.get(name, ()))
+        """Has it been seen with another size than the batch's? One row may be meant for each."""
+        return any(n not in (b, 1) for b, n in self._sizes.get(name, ()))
 
     def unproven(self, names: Iterable[str]) -> list[str]:
         return [name for name in names if not self.proven(name)]

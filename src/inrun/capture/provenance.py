@@ -119,7 +119,7 @@ class Provenance(Inputs):
                 return known
         if self.anchored and t.requires_grad and not t.is_leaf:
             return lost("a function that torch does not show")
-        if t.ndim == 0 or (self.anchored and self._inside):
+        if t.ndim == 0 or (self.received and self._inside):
             return CONSTANT
         return self._as_data(t)
 
