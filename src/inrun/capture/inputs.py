@@ -115,7 +115,8 @@ class Inputs:
             if not all(t.ndim > dim and t.shape[dim] == B for t in tensors):
                 continue
             known = any(type(x := self._info.get(t)) is Layout and not x.data for t in tensors)
-            if len(tensors) != B or known:
+            alike = len({(t.ndim, t.dtype) for t in tensors}) == 1
+            if len(tensors) != B or known or not alike:
                 self.claims.columns.add(name)
             elif B > 1 and name not in self.claims.columns:
                 raise list_of_examples(name, B, dim)
