@@ -1,7 +1,7 @@
 """The zoo and the estimators on a CUDA GPU against the CPU's float64 reference (`make test-gpu`).
 
-Every model of tests/zoo.py is trained for a few watched AdamW steps on the CPU in float64 (the
-reference: per-row copies of the model, finite differences of a real optimizer step). The same
+Every model of tests/helpers/zoo.py is trained for a few watched AdamW steps on the CPU in float64
+(the reference: per-row copies of the model, finite differences of a real optimizer step). The same
 step is then taken on the GPU from the same weights and optimizer state, in float32 and under
 bfloat16 autocast, in every form of the capture. Writes benchmarks/results/gpu_suite.json.
 
@@ -28,9 +28,9 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 
 import inrun
+from helpers.zoo import ZOO
 from inrun.bench.machine import commit
 from inrun.exact import reference
-from zoo import ZOO
 
 KINDS = {"secant": (0.5,), "sgd": (None,)}
 
@@ -138,7 +138,7 @@ def compare(name, device, autocast):
 def loops(device):
     """On the device: checkpoints are recomputed in its own thread; fused optimizers get scaled
     float16 gradients. Training must be bitwise the same with and without the watch."""
-    from test_loops import MODELS, next_token
+    from helpers.loops import MODELS, next_token
 
     torch.set_default_dtype(torch.float32)
     data = torch.randint(0, 23, (40, 5), generator=torch.Generator().manual_seed(1)).to(device)

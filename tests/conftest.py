@@ -10,6 +10,8 @@ THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
 import pytest
 import torch
 
+pytest.register_assert_rewrite("helpers")  # failing asserts there say what was compared
+
 
 @pytest.fixture(autouse=True)
 def _settings():

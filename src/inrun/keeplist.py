@@ -20,7 +20,7 @@ from inrun.ledger.records import LedgerError
 SUFFIXES = (".parquet", ".csv", ".json", ".txt")
 # A cell that begins so is a formula to a spreadsheet. It gets an apostrophe, the mark of text, and
 # so does one that begins with an apostrophe, which tells the two apart.
-FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "'")
+FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠", "\t", "\r", "\n", "'")
 
 
 def write_ids(ids: Sequence[int] | Sequence[str], suffix: str) -> bytes:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inrun.torch_compat import unflatten_dense_tensors
+
 try:
     import triton
     import triton.language as tl
@@ -164,7 +166,7 @@ def alike(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     sizes = [-(-t.numel() // 8) * 8 for t in tensors]  # each aligned
     flat = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device)
     if all(n == t.numel() for n, t in zip(sizes, tensors, strict=True)):
-        return list(torch._utils._unflatten_dense_tensors(flat, tensors))  # in one call
+        return list(unflatten_dense_tensors(flat, tensors))  # in one call
     parts = zip(flat.split(sizes), sizes, tensors, strict=True)
     return [(x if n == t.numel() else x[: t.numel()]).view(t.shape) for x, n, t in parts]
 

@@ -63,9 +63,10 @@ def write_output(path: Path, content: bytes, replace: bool = True) -> int:
         return path.write_bytes(content)
     file = path.resolve()  # through a link: the link stays
     file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_name(f".{file.name[:100]}.{os.getpid()}.tmp")
+    draft = file.with_name(f".{file.name[:50]}.{os.getpid()}.tmp")  # 50: names have 255 bytes
+    new = draft.open("xb")  # outside of try: a file that was there before is not ours to delete
     try:
-        with draft.open("xb") as out:
+        with new as out:
             out.write(content)
             out.flush()
             os.fsync(out.fileno())

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_experiments import run
 
 from experiments import load
 from experiments.common.parts import Context, reproduce
 from experiments.mislabel import detectors, parts, problems
 from experiments.mislabel.summary import ORDER, confident, cost_table
 from experiments.mislabel.training import Trainer, copy_of, taken
+from helpers.experiments import run
 
 pytest.importorskip("sklearn", reason="needs the extra inrun[experiments]")
 

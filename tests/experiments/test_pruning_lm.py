@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from test_experiments import run
 
 from experiments.common import tasks
 from experiments.common.parts import Context
 from experiments.pruning_lm import parts
 from experiments.pruning_lm.summary import summarise
 from experiments.pruning_lm.train import ESTIMATORS, measure, order, spoil
+from helpers.experiments import run
 
 CPU = Context(torch.device("cpu"))
 TINY = parts("tiny")["noisy-seed0"]

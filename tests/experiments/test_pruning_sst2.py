@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_experiments import run
 from torch.profiler import profile
 
 from experiments import load, overview
@@ -15,6 +14,7 @@ from experiments.common.stacked import backward, stacked
 from experiments.common.statistics import students
 from experiments.pruning_sst2 import parts, task, training
 from experiments.pruning_sst2.summary import summarise
+from helpers.experiments import run
 
 pytest.importorskip("transformers", reason="needs the extra inrun[experiments]")
 CPU = Context(torch.device("cpu"))

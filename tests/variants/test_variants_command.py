@@ -10,10 +10,10 @@ import sys
 import time
 
 import pytest
-from chat_server import KEY, ChatServer, Status, completion, slow
-from test_variants_generate import SOURCES, fine, good, rows
 from typer.testing import CliRunner
 
+from helpers.chat_server import KEY, ChatServer, Status, completion, slow
+from helpers.variants import SOURCES, fine, good, rows
 from inrun.cli.app import app
 
 

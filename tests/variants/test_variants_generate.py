@@ -7,35 +7,12 @@ import json
 import sys
 
 import pytest
-from chat_server import KEY, ChatServer, Status, completion, drip, flood, slow
 
+from helpers.chat_server import KEY, ChatServer, Status, completion, drip, flood, slow
+from helpers.variants import NAMES, SOURCES, fine, good, rows
 from inrun.variants import Endpoint, Settings, Source, VariantsError, generate
 from inrun.variants.prompts import CATEGORIES, SYSTEM
-from inrun.variants.tokens import CAPITALS, surface
-
-NAMES = ("Alba", "Bruno", "Clara", "Dante", "Edith", "Felix")
-SOURCES = [
-    Source(i, f"In spring young {name} sold the old farm near the lake and went to sea.")
-    for i, name in enumerate(NAMES)
-]
-TAGS = ("red", "blue", "green", "white", "black")
-
-
-def good(text, n=3):
-    """Variants of any source that pass."""
-    said = surface(text)
-    return {
-        "partial_same": [" ".join(said[:-3]) + "."],
-        "paraphrase": [
-            " ".join([*said[:i], tag, *said[i + 5 :]]) for i, tag in enumerate(TAGS[:n])
-        ],
-        "significant_paraphrase": [f"Someone left home under a {tag} sail." for tag in TAGS[:n]],
-        "similar_topic": [f"Dairy prices rose again this {tag} autumn." for tag in TAGS[:n]],
-    }
-
-
-def fine(text, request):
-    return completion(json.dumps(good(text)))
+from inrun.variants.tokens import CAPITALS
 
 
 def first_then(bad):
@@ -59,10 +36,6 @@ def out(tmp_path):
 def go(server, out, sources=SOURCES, settings=None, timeout=30, retries=2, model="m", **more):
     endpoint = Endpoint(model, server.url, timeout=timeout, retries=retries)
     return generate(sources, out, endpoint, CAPITALS, settings, **more)
-
-
-def rows(path):
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
 def test_variants_in_order_with_the_papers_request(out, monkeypatch):
@@ -263,6 +236,26 @@ def test_a_reply_has_a_largest_size(out):
         with ChatServer(lambda text, request, reply=reply: reply) as server:
             outcome = go(server, out.with_name(f"{name}.jsonl"), SOURCES[:1], retries=0)
         assert why in outcome.failed[0]["why"], name
+
+
+def test_the_body_of_a_redirect_is_not_read(out):
+    sent = []
+
+    def send(handler):
+        handler.send_response(307)
+        handler.send_header("Location", "/v1/chat/completions")
+        handler.end_headers()
+        for _ in range(64):
+            handler.wfile.write(bytes(1 << 20))
+            sent.append(1 << 20)
+
+    with ChatServer(lambda text, r: fine(text, r) if len(server.requests) > 1 else send) as server:
+        outcome = go(server, out, SOURCES[:1], retries=0)
+        assert outcome.complete == 1 and len(server.requests) == 2
+    assert sum(sent) < 32 << 20  # what the buffers between the two hold
+    with ChatServer(lambda text, request: send) as server:
+        outcome = go(server, out.with_name("round.jsonl"), SOURCES[:1], retries=0)
+        assert len(outcome.failed) == 1 and len(server.requests) == 6
 
 
 def test_files_of_others_are_not_touched(out, tmp_path):

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from inrun.torch_compat import DisableTorchFunction
+
 _DEPTH = 4  # of containers and objects that hold inputs
 _CALL = " (call "  # in the name of a claim, after the input's
 
@@ -161,7 +163,7 @@ class Entry:
         if torch.compiler.is_compiling():
             return
         if (receiver := self._receiver()) is not None:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 receiver.entered(module, args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:

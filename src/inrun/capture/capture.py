@@ -39,13 +39,10 @@ from inrun.capture.tap import (
     MicroBatch,
     Tapped,
     apply_tap,
-    composite,
     device_of,
     kept_by,
     put,
-    saved_tensors_hooks,
     tapped,
-    transforms_active,
 )
 from inrun.capture.whole import run_whole, whole
 from inrun.errors import nested, nothing_recorded, refusal
@@ -55,6 +52,7 @@ from inrun.gradients.nodes import Node
 from inrun.tensors.arguments import flatten, present
 from inrun.tensors.autocast import Autocast, current
 from inrun.tensors.layout import MIXED, Layout, Lost, in_place, name_of, tensors_in
+from inrun.torch_compat import base_of, composite, functorch_transforms_active, saved_tensors_hooks
 
 
 class Capture(Provenance):
@@ -183,7 +181,7 @@ class Capture(Provenance):
         if func in BACKWARD:
             return self._run_backward(func, args, kwargs)
         assert self.live is not None
-        if transforms_active():
+        if functorch_transforms_active():
             self._refuse_transformed(args, kwargs)
         key = known = None
         if not self._planning:
@@ -363,7 +361,7 @@ class Capture(Provenance):
             put, spec, saved, tuple(nodes), tuple(layouts), layout or Layout(0), self.live.B,
             self.form, target.shape,
         )  # fmt: skip
-        if layout is None or target._is_view():
+        if layout is None or base_of(target) is not None:
             raise refusal(call, [target], "the examples cannot be told apart in the target")
         self.live.met = True
         tap = Tapped(replay, self.live, present(layouts), (), (), self.receive)

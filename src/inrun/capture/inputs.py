@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from inrun.capture.anchors import Claims, Entries, lists, named_tensors
-from inrun.capture.tap import Known, MicroBatch, in_backward
+from inrun.capture.tap import Known, MicroBatch
 from inrun.errors import list_of_examples, two_dimensions, unproven_rows
 from inrun.tensors.layout import Kind, Layout
+from inrun.torch_compat import in_backward
 
 CONSTANT, OUTSIDE, PAIRS = Kind("constant"), Kind("outside"), Kind("pairs")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo.eval_frame import skip_code
 from torch.overrides import TorchFunctionMode
+
+from inrun.torch_compat import get_eval_frame_callback, skip_code
 
 # Not followed: questions whose answers are no tensors.
 PASSED_ON = {
@@ -26,7 +26,7 @@ class Mode(TorchFunctionMode):
         super().__init__()
         self.paused, self.follow = False, follow
         # Where torch.compile starts in the middle of eager code, our own is no part of a graph.
-        self.hidden = torch._dynamo.disable(follow)
+        self.hidden = torch.compiler.disable(follow)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # torch.compile traces through here; its graph comes to us by another way (compiled.py)

@@ -22,8 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_flatten
 
 from inrun.capture import pairs
 from inrun.capture.anchors import Claims, Entries
@@ -32,12 +30,10 @@ from inrun.capture.recall import Followed, Recall, tensors_of
 from inrun.capture.tap import (
     Known,
     MicroBatch,
-    in_backward,
     own_tensors,
     shape_of,
     sources,
     storage_key,
-    unwrapped,
 )
 from inrun.errors import BatchError, random_parameter, transformed, unseen_function
 from inrun.gradients.nodes import Node
@@ -45,6 +41,7 @@ from inrun.tensors.arguments import flatten
 from inrun.tensors.follow import follow
 from inrun.tensors.indexing import written
 from inrun.tensors.layout import MIXED, Kind, Layout, Lost, in_place, lost, name_of, tensors_in
+from inrun.torch_compat import FakeTensor, in_backward, tree_flatten, unwrapped
 
 _COLLATED = ("stack", "cat", "concat", "concatenate", "vstack", "pad_sequence")
 LIKE = ("to", "type_as", "view_as", "reshape_as", "expand_as")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
 
 from inrun.errors import refusal, written_to
@@ -20,6 +18,18 @@ from inrun.gradients.nodes import Node
 from inrun.gradients.records import Aligned, Lookup, wide_type
 from inrun.tensors.autocast import Autocast, no_autocast
 from inrun.tensors.layout import tensors_in
+from inrun.torch_compat import (
+    MODULE_ATTRIBUTES,
+    SAVES_OUTPUT,
+    DisableTorchFunction,
+    FakeTensor,
+    base_of,
+    buffers_of,
+    functorch_transforms_active,
+    parameters_of,
+    unsafe_view,
+    version_of,
+)
 
 
 @dataclass
@@ -56,7 +66,7 @@ class MicroBatch:
 
     def nodes(self, names: Collection[str]) -> Iterator[tuple[Node, list[Record]]]:
         """The nodes that one of these parameters moves, with their records."""
-        if any(t._version != version for t, version in self.fixed):
+        if any(version_of(t) != version for t, version in self.fixed):
             raise written_to()
         if self._by_root is None or self._counted != len(self.records):
             self._by_root, self._counted = {}, len(self.records)
@@ -150,7 +160,7 @@ class Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, delta: Tensor) -> Any:
         saved = ctx.saved_tensors  # may be recomputed here
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return delta, None, None, *_received(ctx, saved, delta)
 
 
@@ -189,7 +199,7 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
     bare: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def apply(*args: Any) -> Tensor:
-        return function.apply(*args) if transforms_active() else bare(*args)
+        return function.apply(*args) if functorch_transforms_active() else bare(*args)
 
     return apply
 
@@ -223,16 +233,15 @@ def own_tensors(modules: Iterable[nn.Module]) -> set[int]:
     own: set[int] = set()
     for module in modules:
         held = vars(module)
-        buffers, params = held["_buffers"].values(), held["_parameters"].values()
+        buffers, params = buffers_of(module).values(), parameters_of(module).values()
         own.update(map(id, params), map(id, buffers), map(id, held.values()))
         for name, x in held.items():
-            if type(x) in _HOLDERS and 0 < len(x) <= _SHORT and name not in _TORCHS_OWN:
+            if type(x) in _HOLDERS and 0 < len(x) <= _SHORT and name not in MODULE_ATTRIBUTES:
                 own.update(map(id, tensors_in(x)))
     return own
 
 
 _HOLDERS, _SHORT = (dict, list, tuple), 64
-_TORCHS_OWN = frozenset(vars(nn.Module()))
 
 
 def put(target: Tensor, index: Any, value: Tensor) -> Tensor:
@@ -255,9 +264,9 @@ def tapped(
     The tap marks its input as written to. A node that saved its own output needs a copy; what is
     only another shape of a fresh tensor (``F.linear`` of a sequence) is tapped there.
     """
-    base = out._base
+    base = base_of(out)
     if base is not None and _same_numbers(out, base) and not _saves_output(base):
-        return torch.ops.aten._unsafe_view(tap(base, call, tapping, *extras), out.shape)
+        return unsafe_view(tap(base, call, tapping, *extras), out.shape)
     fresh = base is None and not _saves_output(out)
     return tap(out if fresh else out.clone(), call, tapping, *extras)
 
@@ -270,8 +279,7 @@ def _same_numbers(out: Tensor, base: Tensor) -> bool:
 def _saves_output(out: Tensor) -> bool:
     kind = type(out.grad_fn)
     if kind not in _SAVES_OUTPUT:
-        names = ("_saved_result", "_saved_output", "_saved_out")
-        _SAVES_OUTPUT[kind] = any(hasattr(kind, name) for name in names)
+        _SAVES_OUTPUT[kind] = any(hasattr(kind, name) for name in SAVES_OUTPUT)
     return _SAVES_OUTPUT[kind]
 
 
@@ -303,30 +311,6 @@ def kept_by(out: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
     return found if len(found) == len(names) else ()
 
 
-def saved_tensors_hooks() -> bool:
-    """Are saved tensors packed by somebody (non-reentrant checkpointing, offloading)?"""
-    return _top_hooks(True) is not None
-
-
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-
-
-def unwrapped(t: Tensor) -> Tensor:
-    """The tensor that a transformation of torch.func has wrapped."""
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(t):
-        t = functorch.get_unwrapped(t)
-    return t
-
-
-transforms_active = torch._C._are_functorch_transforms_active
-
-
-def in_backward() -> bool:
-    """Does the autograd engine run this code?"""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
 def device_of(t: Tensor) -> str:
     """``t.device.type``, sooner on a host."""
     return "cpu" if t.is_cpu else t.device.type
@@ -339,28 +323,3 @@ def storage_key(t: Tensor) -> Any:
         return t.data_ptr(), tuple(t.shape), t.stride(), t.device
     except RuntimeError:  # a tensor without storage: inside vmap and the like
         return None
-
-
-_BODIES: dict[Any, Any] = {}
-
-
-def composite(func: Any) -> Any:
-    """The body of a Python function of torch, without its own dispatch to the mode.
-
-    Its inner operations then come to the mode one by one (``F.multi_head_attention_forward``).
-    """
-    if func not in _BODIES:
-        body = None
-        if isinstance(func, types.FunctionType) and "has_torch_function" in func.__globals__:
-            never = {
-                k: (lambda *args: False)
-                for k in func.__globals__
-                if k.startswith("has_torch_function")
-            }
-            body = types.FunctionType(
-                func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__,
-                func.__closure__,
-            )  # fmt: skip
-            body.__kwdefaults__ = func.__kwdefaults__
-        _BODIES[func] = body
-    return _BODIES[func]

@@ -20,6 +20,7 @@ from inrun.capture.tap import Tapped, applied, refuse_again
 from inrun.gradients import Call
 from inrun.tensors.arguments import present
 from inrun.tensors.autocast import no_autocast
+from inrun.torch_compat import DisableTorchFunction, unsafe_view
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def _linear(x: Tensor, W: Tensor, b: Tensor | None = None) -> tuple[Tensor, tupl
     flat = x.reshape(-1, x.shape[-1])
     out = flat @ W.t() if b is None else torch.addmm(b, flat, W.t())
     shape = (*x.shape[:-1], W.shape[0])
-    return torch.ops.aten._unsafe_view(out, shape), ()  # no view: it may be written to
+    return unsafe_view(out, shape), ()  # no view: it may be written to
 
 
 def _linear_backward(call: Call, delta: Tensor) -> Tensor:
@@ -98,7 +99,7 @@ class Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, delta: Tensor) -> Any:
         saved = ctx.saved_tensors
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return _backward(ctx, saved, delta)
 
 

@@ -130,7 +130,8 @@ def top(
     grid = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in names:
         words = name in ("id", "text", "label", "group")
-        grid.add_column(name, justify="left" if words else "right", no_wrap=name != "text")
+        justify: Any = "left" if words else "right"
+        grid.add_column(name, justify=justify, no_wrap=not words, overflow="fold")
     for row in table[names].itertuples(index=False):
         grid.add_row(*(Text(_cell(name, x)) for name, x in zip(names, row, strict=True)))
     say(as_json, table.to_dict("records"), grid)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from inrun.capture.anchors import named_tensors
 from inrun.capture.capture import Capture
@@ -25,6 +24,7 @@ from inrun.capture.tap import MicroBatch
 from inrun.exact import reference
 from inrun.exact.check import Check, gradient_errors, per_example
 from inrun.tensors.autocast import as_it_was
+from inrun.torch_compat import DisableTorchFunction, tree_map, uncompiled
 
 
 class UnrepeatableError(Exception):
@@ -49,7 +49,7 @@ class Recording:
 
     def __init__(self, model: nn.Module, batch_dim: int) -> None:
         self.model, self.batch_dim, self.calls = model, batch_dim, list[RecordedCall]()
-        self._inner = getattr(model, "_orig_mod", model)
+        self._inner = uncompiled(model)
         self._given: list[tuple[Any, Any, list[Tensor]]] = []
 
     @contextmanager
@@ -64,7 +64,7 @@ class Recording:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 given = tree_map(_copied, (args, dict(kwargs)))
             self._given.append((*given, _random_states()))
 
@@ -169,7 +169,7 @@ def rows_alone(
     batch. Then a copy of the model repeats the batch in evaluation mode, under a capture of its
     own, and is compared with its rows.
     """
-    model = getattr(model, "_orig_mod", model)
+    model = uncompiled(model)
     names = {id(p): k for k, p in params.items()}
     named = {n: names[id(p)] for n, p in model.named_parameters() if id(p) in names}
     total, start = sum(m.B for m in micros), 0

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from inrun.errors import CaptureError
 from inrun.tensors.layout import in_place, name_of, tensors_in
+from inrun.torch_compat import version_of
 
 # Where running mean, running variance and the flag for the batch's own statistics are, and what
 # the flag is by default.
@@ -40,9 +41,9 @@ def run_again(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         args[0] = args[0].clone()
     kwargs.pop("out", None)
     given = tensors_in(args, kwargs)
-    before = [t._version for t in given]
+    before = list(map(version_of, given))
     result = func(*args, **kwargs)
-    if not in_place(func) and [t._version for t in given] != before:
+    if not in_place(func) and list(map(version_of, given)) != before:
         raise CaptureError(
             f"the operation '{name_of(func)}' of the forward pass writes to one of its arguments "
             f"(of shape {[tuple(t.shape) for t in given]}), so it cannot be run a second time "

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_flatten
 
 from inrun.gradients import embedding
 from inrun.gradients.again import run_again
@@ -26,6 +25,7 @@ from inrun.gradients.derivative import along, backward_twice, each
 from inrun.tensors.arguments import Spec
 from inrun.tensors.autocast import Autocast, as_it_was, current
 from inrun.tensors.layout import name_of
+from inrun.torch_compat import tree_flatten
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from torch import Tensor
 from inrun.gradients.call import Call, reduce_to, register_op, replay_leaf
 from inrun.gradients.records import Aligned, Dense, Record, wide_type
 from inrun.tensors.layout import Layout
+from inrun.torch_compat import LAYER_NORM_STATISTICS
 
 Arg = tuple[int, str]
 
@@ -46,7 +47,7 @@ def _reduce(call: Call, delta: Tensor, full: Tensor, leaf: int, channels: bool) 
 
 @register_op(
     "layer_norm", "rms_norm", vectors=((2, "weight"), (3, "bias")),
-    kept=("_saved_result1", "_saved_result2"),
+    kept=LAYER_NORM_STATISTICS,
 )  # fmt: skip
 def last_dimensions(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """Over the last dimensions, which the weight has the shape of."""

@@ -116,9 +116,10 @@ def sha256_of(file: Path) -> str:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
+    data = text.encode("utf-8", "backslashreplace")  # half a surrogate pair as JSON escapes it
 
     def write(file: IO[bytes]) -> None:
-        file.write(text.encode())
+        file.write(data)
 
     replace(path, write)
 

@@ -13,6 +13,7 @@ from inrun.ledger.records import LedgerError, check_targets
 
 FORMAT, VERSION = "inrun-ledger", 2
 READABLE = (1, 2)  # 1: without checksums
+DEEPEST = 64  # levels of run.json; more would exhaust the stack of whatever walks through it
 WAY_OUT = (
     "Put back a copy of run.json if you have one; without it the numbers can only be read with "
     "another tool, from the Parquet files"
@@ -56,6 +57,8 @@ def write_info(folder: Path, info: dict[str, Any]) -> None:
 
 def _fault(info: dict[str, Any]) -> str | None:
     """What is wrong with the entries of run.json that inrun reads."""
+    if _deeper(info, DEEPEST):
+        return f"its entries are nested more than {DEEPEST} deep"
     if missing := [k for k in ("config", "targets", "estimators") if k not in info]:
         return f"it has no {missing[0]!r}"
     for key in ("targets", "estimators"):
@@ -77,11 +80,17 @@ def _fault(info: dict[str, Any]) -> str | None:
             return f"{key!r} is {info[key]!r:.40}, not text"
     coverage = info.get("coverage", {})
     share, rows = coverage.get("share", 0.0), coverage.get("parameters", [])
-    if isinstance(share, bool) or not isinstance(share, int | float):
-        return f"the share of 'coverage' is {share!r:.40}, not a number"
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        return f"the share of 'coverage' is {share!r:.40}, not a number from 0 to 1"
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         return "the parameters of 'coverage' are no list of rows"
     return None
+
+
+def _deeper(x: Any, levels: int) -> bool:
+    """Are there more levels of lists and groups than this?"""
+    inner = x.values() if isinstance(x, dict) else x if isinstance(x, list) else ()
+    return any(levels == 0 or _deeper(y, levels - 1) for y in inner)
 
 
 def _is_text(x: Any) -> bool:

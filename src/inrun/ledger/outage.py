@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from dataclasses import replace
@@ -72,13 +73,17 @@ class Outage:
                 "be written; steps() shows them as void"
             )
 
-    def tell_forked(self, pid: int) -> None:
+    def forked(self, pid: int) -> bool:
+        """Is this a forked child of the writer, process ``pid``? Said the first time."""
+        if pid == os.getpid():
+            return False
         if not self._told_forked:
             self._told_forked = True
             self._warn(
                 f"{self.folder} is written by process {pid}; this is a forked child of it, and "
                 "what it trains is not recorded"
             )
+        return True
 
     def _warn(self, text: str) -> None:
         warnings.warn(text, stacklevel=2)

@@ -21,7 +21,7 @@ from inrun.ledger.manifest import KINDS, Part
 from inrun.ledger.records import Audit, LedgerError, StepRecord, step_row
 
 LOSSES = ("loss_before", "loss_without_batch", "loss_with_batch")
-RUN = "inrun.run.run"  # in the footers of both files: the run they belong to
+RUN = "inrun.run"  # in the footers of both files: the run they belong to
 VALUES, STEPS = "inrun.values.sha256", "inrun.steps.sha256"  # in that of steps, for `inrun repair`
 
 

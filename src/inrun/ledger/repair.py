@@ -40,6 +40,7 @@ from inrun.ledger.records import LedgerError
 
 ASIDE = "damaged"
 NOTES = ((0, RUN), (1, RUN), (1, VALUES), (1, STEPS))  # file and key
+HIGHEST = 10**12  # number of a part; a file with a higher one is not ours, and new ones follow ours
 UNFINISHED = "an unfinished write, or not named as inrun does"
 
 
@@ -111,7 +112,8 @@ def _repair(folder: Path, info: dict[str, Any]) -> Repaired:
     kept = _agreeing(whole, old, bad)
     lost = (*(old.lost if old else ()), *_lost(folder, bad, listed, old is not None, kept))
     ids = old.ids if old else next((i for p, i in whole.values() if i and p in kept), None)
-    following = max([number(n) + 1 for n in names] + [old.next if old else 0])
+    taken = [number(n) for n in names if number(n) < HIGHEST]
+    following = max([n + 1 for n in taken] + [old.next if old else 0])
     new = Manifest(ids, following, tuple(kept), (), lost)
     if old is None or info["version"] < VERSION or bad or replace(old, replaced=()) != new:
         new.write(folder)

@@ -33,6 +33,11 @@ class SavedRun(Tables):
 
         return f"<inrun run {str(self.path)!r}: {safe(', '.join(self.estimators))}>"
 
+    @property
+    def bytes(self) -> int:
+        """The size of the parts that count."""
+        return sum(sum(part.bytes) for part in self._store.sources())
+
     def history_batches(
         self, estimator: str | None = None, rows: int = 1_000_000
     ) -> Iterator[pd.DataFrame]:

@@ -142,6 +142,8 @@ class Store(Committed):
 
     def restart(self) -> None:
         """Forget everything: this is a new run in an old folder."""
+        if self.outage.forked(self._pid):
+            return
         with self._guard:
             self._writable()
             self.info = begin({key: self.info[key] for key in FIXED if key != "run"})
@@ -154,6 +156,8 @@ class Store(Committed):
         """Put sections (model, optimizer, coverage, ...) into run.json, replacing it atomically."""
         if fixed := [key for key in sections if key in FIXED]:
             raise LedgerError(f"{fixed[0]!r} of run.json is fixed when the ledger is created")
+        if self.outage.forked(self._pid):
+            return
         with self._guard:
             self._writable()
             self.info = self.info | files.plain(sections, "run.json")
@@ -188,8 +192,7 @@ class Store(Committed):
         If the disk refuses, this warns and keeps the record; ``flush``, ``state_dict`` and
         ``close`` raise.
         """
-        if self._pid != os.getpid():
-            self.outage.tell_forked(self._pid)
+        if self.outage.forked(self._pid):
             return
         with self._guard:
             row = self._checked(record)
@@ -390,10 +393,5 @@ class Store(Committed):
             self._lock.disown()
 
 
-def _forked() -> None:
-    for store in list(_WRITING):
-        store.after_fork()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+    os.register_at_fork(after_in_child=lambda: [*map(Store.after_fork, list(_WRITING))])

@@ -38,7 +38,8 @@ def write_report(
     file = Path(output)
     inputs = [] if examples is None else [Path(examples)]
     check_output(file, inputs=inputs, force=replace)
-    return write_output(file, render(payload(run, examples, estimator)).encode(), replace)
+    page = render(payload(run, examples, estimator)).encode("utf-8", "replace")  # half a surrogate
+    return write_output(file, page, replace)
 
 
 def is_report(path: Path) -> bool:

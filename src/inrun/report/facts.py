@@ -32,7 +32,7 @@ def collect(
         "records": int(values["scored"].sum()),
         "sum_of_values": float(values["value"].sum()),
         "coverage": coverage.get("share") if isinstance(coverage, dict) else None,
-        "bytes": sum(f.stat().st_size for f in saved.path.rglob("*.parquet")),
+        "bytes": saved.bytes,
         **audit_summary(steps),
     }
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from inrun.errors import BatchError, complex_parameters
 from inrun.gradients import Form
 from inrun.run.refusals import ignored
+from inrun.torch_compat import COMPILED_PREFIX, children_of, parameters_of
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ def scored_parameters(
 ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, str]]]:
     """The parameters to score by name, and the others with the reason they are left alone."""
     held = held_by(optimizer)
-    named = {k.removeprefix("_orig_mod."): p for k, p in model.named_parameters()}
+    named = {k.removeprefix(COMPILED_PREFIX): p for k, p in model.named_parameters()}
     _refuse_complex(named, optimizer)
     left_out = ignored(ignore, list(named), _shared(model, named)) if ignore else set()
     scored: dict[str, Tensor] = {}
@@ -243,7 +244,7 @@ def _shared(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str]:
     """Further names of parameters that occur more than once in the model → the name in use."""
     first = {id(p): name for name, p in named.items()}
     every = model.named_parameters(remove_duplicate=False)
-    names = {name.removeprefix("_orig_mod."): first[id(p)] for name, p in every}
+    names = {name.removeprefix(COMPILED_PREFIX): first[id(p)] for name, p in every}
     return {name: used for name, used in names.items() if name != used}
 
 
@@ -264,14 +265,14 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
         module = left.pop()
         if module not in found:
             found[module] = None
-            left += [m for m in reversed(module._modules.values()) if m is not None]
+            left += [m for m in reversed(children_of(module).values()) if m is not None]
     return list(found)
 
 
 def trainable(modules: Sequence[nn.Module], optimizer: Optimizer) -> tuple[int, ...]:
     """Changes when a layer is frozen or unfrozen, or the optimizer gets more parameters."""
     held = sum(len(group["params"]) for group in optimizer.param_groups)
-    params = [p for m in modules for p in m._parameters.values() if p is not None]
+    params = [p for own in map(parameters_of, modules) for p in own.values() if p is not None]
     return (held, *(id(p) for p in params if p.requires_grad))
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from inrun.scoring.contraction import Direction
+from inrun.torch_compat import foreach_mul, foreach_norm, foreach_sub
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,7 @@ def _norms(tensors: Sequence[Tensor]) -> list[float]:
     if not tensors:
         return []
     real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-    found = torch._foreach_norm(real, 2, dtype=torch.float64)
+    found = foreach_norm(real, 2, dtype=torch.float64)
     return torch.stack([x.to(found[0].device) for x in found]).tolist()
 
 
@@ -288,7 +289,7 @@ def _all_within(
 ) -> bool:
     """Is each parameter what is expected of it, up to rounding by ``eps``? A number that is
     otherwise counts by its size in the norm of its parameter."""
-    off = _norms(torch._foreach_sub(list(g), list(expected)))
+    off = _norms(foreach_sub(list(g), list(expected)))
     tiny = [torch.finfo(t.dtype).smallest_normal * math.sqrt(t.numel()) for t in g]
     return all(
         x <= _ROUNDINGS * e * (s + least)
@@ -297,7 +298,7 @@ def _all_within(
 
 
 def _is_multiple(g: Sequence[Tensor], G: Sequence[Tensor], c: float, size: list[float]) -> bool:
-    return _is(g, G, size, lambda own: list(torch._foreach_mul(own, c)))
+    return _is(g, G, size, lambda own: list(foreach_mul(own, c)))
 
 
 def _is(
@@ -318,7 +319,7 @@ def _clamped(
     g: Sequence[Tensor], G: Sequence[Tensor], size: list[float], scale: float | None
 ) -> Clipping | None:
     """ḡ = clamp(sG, −b, b), b the largest |ḡ|: is it so everywhere?"""
-    largest = torch._foreach_norm(list(g), math.inf)
+    largest = foreach_norm(list(g), math.inf)
     bound = max(torch.stack([x.double().to(largest[0].device) for x in largest]).tolist())
     eps = _epsilon(G)
     exact = _ROUNDINGS * eps

@@ -21,6 +21,7 @@ from torch import Tensor
 from inrun import kernels
 from inrun.optimizers.base import LinearMap, Rule, Scale, learning_rate
 from inrun.optimizers.common import sign
+from inrun.torch_compat import foreach_add_, foreach_copy_, foreach_zero_
 
 Found = TypeVar("Found")
 # Where on the path w_∅ → w_B (0 → 1) the gradient is taken; None is w_t, before the step.
@@ -147,7 +148,7 @@ class Path:
         memory = self._memory(x) if weights[0].is_cuda and len(kinds) == 1 else None
         if memory is None:
             return weights
-        torch._foreach_copy_(memory, weights)
+        foreach_copy_(memory, weights)
         return memory
 
     def _memory(self, x: float | None) -> list[Tensor] | None:
@@ -217,8 +218,8 @@ def _proxy(moved: Sequence[Moved]) -> list[LinearMap]:
             for K in own:
                 K.fill_(lr)
         else:
-            torch._foreach_zero_(own)
-            torch._foreach_add_(own, lr)
+            foreach_zero_(own)
+            foreach_add_(own, lr)
     return [Scale(K) for K in factors]
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from inrun.scoring import sample
+from inrun.torch_compat import foreach_copy_, version_of
 
 FIRST = 3  # steps in a row without any change before copies are no longer kept
 
@@ -106,7 +107,7 @@ class Accumulated:
     def note(self, params: Mapping[str, Tensor], scored: bool = True, audit: bool = False) -> None:
         """After a batch."""
         grads = _gradients(params)
-        self._held = {k: (g, g._version) for k, g in grads.items()}
+        self._held = {k: (g, version_of(g)) for k, g in grads.items()}
         self._copies, self._sample = {}, []
         if scored and (self.whole or audit):
             self._copies = self._copied(grads)
@@ -126,13 +127,13 @@ class Accumulated:
                 self._memory[k] = torch.empty_like(g)
         copies = {k: self._memory[k] for k in grads}
         if copies:
-            torch._foreach_copy_(list(copies.values()), list(grads.values()))
+            foreach_copy_(list(copies.values()), list(grads.values()))
         return copies
 
     def _touched(self, grads: Mapping[str, Tensor]) -> bool:
         """Was a gradient replaced or written to since it was noted, as far as torch counts?"""
         return any(
-            k not in self._held or self._held[k][0] is not g or self._held[k][1] != g._version
+            k not in self._held or self._held[k][0] is not g or self._held[k][1] != version_of(g)
             for k, g in grads.items()
         )
 

@@ -36,6 +36,7 @@ from inrun.scoring.score import Begun, Pending, Score
 from inrun.scoring.stages import stage
 from inrun.scoring.taken import predict
 from inrun.tensors.autocast import no_autocast
+from inrun.torch_compat import foreach_norm
 from inrun.validation.sweep import Gradients
 from inrun.validation.validator import Validator
 
@@ -363,7 +364,7 @@ def _finite(tensors: list[Tensor]) -> Tensor:
     """Is every number finite? One launch on a GPU. On a CPU sums are quickest, and only where one
     is not finite it may have overflowed."""
     if tensors[0].is_cuda:
-        return torch.stack(torch._foreach_norm(tensors, math.inf)).isfinite().all()
+        return torch.stack(foreach_norm(tensors, math.inf)).isfinite().all()
     found = all(math.isfinite(t.sum()) or bool(t.isfinite().all()) for t in tensors)
     return torch.tensor(found, device=tensors[0].device)
 

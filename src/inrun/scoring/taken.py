@@ -24,6 +24,7 @@ from torch import Tensor
 
 from inrun.scoring import sample
 from inrun.scoring.direction import Moved, Path
+from inrun.torch_compat import version_of
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 HALF = 0.1
@@ -61,7 +62,7 @@ class Prediction:
 
     def other_gradients(self) -> bool:
         """Did the optimizer receive other gradients than those that were scored?"""
-        return any(p.grad is not g or g._version != v for p, g, v in self.gradients)
+        return any(p.grad is not g or version_of(g) != v for p, g, v in self.gradients)
 
 
 @torch.no_grad()
@@ -77,7 +78,7 @@ def predict(moved: Sequence[Moved], path: Path, views: sample.Views | None) -> P
     else:
         views.shrink(64 + 8 * len(moved))
         pieces = [_sampled(group, views) for group in _groups(moved)]
-    grads = [(m.p, g, g._version) for m in moved if (g := m.p.grad) is not None]
+    grads = [(m.p, g, version_of(g)) for m in moved if (g := m.p.grad) is not None]
     return Prediction(pieces, views, grads)
 
 

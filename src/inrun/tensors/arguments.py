@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
-
 from inrun.tensors.layout import tensors_in
+from inrun.torch_compat import TreeSpec, tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True)

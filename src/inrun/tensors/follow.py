@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from inrun.tensors.indexing import MARK, along, gather, index
 from inrun.tensors.layout import (
@@ -31,6 +30,7 @@ from inrun.tensors.layout import (
     tensors_in,
 )
 from inrun.tensors.operations import ALONG, ELEMENTWISE, REARRANGED, REDUCTIONS, is_pointwise
+from inrun.torch_compat import tree_map
 
 Rule = Callable[
     [Callable[..., Any], tuple[Any, ...], dict[str, Any], Tensor, Find], "Layout | Kind | None"

@@ -61,7 +61,7 @@ def fresh(batch: Any, done: dict[int, Any] | None = None) -> Any:
 
 def _copied(x: Any, done: dict[int, Any]) -> Any:
     """An object with copies of what its attributes hold; itself where it cannot be copied."""
-    slots = [s for c in type(x).__mro__ for s in _names(getattr(c, "__slots__", ()))]
+    slots = slots_of(type(x))
     if not hasattr(x, "__dict__") and not slots:
         return x
     try:
@@ -85,6 +85,10 @@ def _copied(x: Any, done: dict[int, Any]) -> Any:
     return made
 
 
-def _names(slots: Any) -> list[str]:
-    found = [slots] if isinstance(slots, str) else list(slots)
-    return [s for s in found if s not in ("__dict__", "__weakref__")]
+def slots_of(kind: type) -> tuple[str, ...]:
+    """The names of the slots of a class and its bases."""
+    found: list[str] = []
+    for c in kind.__mro__:
+        slots = getattr(c, "__slots__", ())
+        found += [slots] if isinstance(slots, str) else list(slots)
+    return tuple(s for s in dict.fromkeys(found) if s not in ("__dict__", "__weakref__"))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import enum
 import math
-import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from inrun.torch_compat import (
+    MODULE_ATTRIBUTES,
+    MODULE_HOOKS,
+    hooks_of_tensor,
+    parameters_of,
+    pretend_capture,
+    tree_flatten,
+    tree_unflatten,
+)
 
 Result = tuple[Tensor, list[Tensor]]
 # Of a batch and the weights differentiated by; None for those that the loss does not depend on.
@@ -147,11 +155,11 @@ def tried(
 ) -> Result | None:
     """The pass as it would be recorded; None if that would fail or give something else: it waits
     for the device, or a weight is found elsewhere than in the modules, or has hooks."""
-    if any(type(w) is not nn.Parameter or w._backward_hooks for w in weights):
+    if any(type(w) is not nn.Parameter or hooks_of_tensor(w) for w in weights):
         return None
     mode = torch.cuda.get_sync_debug_mode()
     own_numbers = torch.random.fork_rng([weights[0].device])
-    with warnings.catch_warnings(), own_numbers, _as_if_recording():
+    with warnings.catch_warnings(), own_numbers, pretend_capture():
         warnings.simplefilter("ignore")  # torch says that this debug mode is a prototype
         try:
             torch.cuda.set_sync_debug_mode("error")
@@ -164,23 +172,6 @@ def tried(
     if any(g is not None for g in grads[len(weights) :]):
         return None
     return filled((loss, grads[: len(weights)]), weights)
-
-
-@contextmanager
-def _as_if_recording() -> Iterator[None]:
-    """Who asks ``torch.cuda`` whether kernels are being recorded hears that they are, and leaves
-    out what would wait for the device (transformers does, where it makes masks)."""
-    space, name = vars(torch.cuda), "is_current_stream_capturing"
-    with _ONE_AT_A_TIME:
-        own = space[name]
-        try:
-            space[name] = lambda: True
-            yield
-        finally:
-            space[name] = own
-
-
-_ONE_AT_A_TIME = threading.Lock()
 
 
 def recording() -> bool:
@@ -198,9 +189,9 @@ def twins(modules: Sequence[nn.Module], weights: Sequence[Tensor]) -> Iterator[l
     """
     own = {id(w): nn.Parameter(w.detach()) for w in weights}
     places = [
-        (m._parameters, name, p)
-        for m in modules
-        for name, p in m._parameters.items()
+        (parameters, name, p)
+        for parameters in map(parameters_of, modules)
+        for name, p in parameters.items()
         if id(p) in own
     ]
     try:
@@ -235,11 +226,11 @@ def attributes(modules: Sequence[nn.Module]) -> tuple[Any, ...] | None:
     found: list[Any] = []
     for i, module in enumerate(modules):
         own = vars(module)
-        if any(own.get(hooks) for hooks in _HOOKS):
+        if any(own.get(hooks) for hooks in MODULE_HOOKS):
             return None
         found.append(own.get("training"))  # a compiled module has it elsewhere
         for name, x in own.items():
-            if name not in _OF_EVERY_MODULE and (plain := _plain(x)) is not None:
+            if name not in MODULE_ATTRIBUTES and (plain := _plain(x)) is not None:
                 found.append((i, name, plain))
     return tuple(found)
 
@@ -256,10 +247,6 @@ def _plain(x: Any, depth: int = 0) -> Any:
     if kind is dict:
         return kind, tuple((repr(k), _plain(y, depth + 1)) for k, y in x.items())
     return kind, tuple(_plain(y, depth + 1) for y in x)
-
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def referred(loss: Callable[..., Any]) -> Callable[[], tuple[Any, ...] | None] | None:

@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from inrun.capture.tap import Known
 from inrun.errors import BatchError, CaptureError
 from inrun.tensors.autocast import no_autocast
+from inrun.torch_compat import tree_flatten, version_of
 from inrun.validation.sweep import Gradients
 
 _ONCE = 8  # sets that were measured and did not come back: from then on only those that do
@@ -144,8 +144,8 @@ class Joining:
             if not isinstance(x, Tensor) or not x.numel() or (x.is_floating_point() and x.ndim > 1):
                 continue
             known = self._counted.get(x)
-            if known is None or known[0] != x._version:  # asking a tensor on a GPU takes a while
-                known = x._version, _counts(x, rows)
+            if known is None or known[0] != version_of(x):  # asking a tensor on a GPU takes a while
+                known = version_of(x), _counts(x, rows)
                 self._counted[x] = known
             found.append(known[1])
         return tuple(found)
@@ -161,7 +161,7 @@ class Joining:
         if token is None:
             token = self._tokens[x] = self._next
             self._next += 1
-        return token, x._version
+        return token, version_of(x)
 
 
 def _limited(kept: dict[Any, Any]) -> dict[Any, Any]:

@@ -19,17 +19,27 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-_DEPTH = 4  # containers and objects inside each other, from a module or a function on
+from inrun.torch_compat import (
+    MODULE_ATTRIBUTES,
+    MODULE_HOOKS,
+    MODULE_STORES,
+    NormBase,
+    buffers_of,
+    parameters_of,
+    version_of,
+)
+from inrun.validation.copies import slots_of
+
+_DEPTH = 4  # objects and functions inside each other, from a module or a function on
+_DEEPEST = 16  # containers
 _LARGEST = 4096  # entries of a container whose entries are looked at
 _PLAIN = frozenset([int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device])
 _NOTHING = _PLAIN | {torch.Size, type, types.ModuleType, types.BuiltinFunctionType, slice, range}
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_BUILT_IN = frozenset([dict, OrderedDict, defaultdict, list, set, deque])
 # Their forward pass writes to nothing, and they hold nothing but parameters and plain values.
 _STATELESS = frozenset([
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Dropout,
@@ -52,6 +62,7 @@ class Reached:
 
     def __init__(self, modules: Iterable[nn.Module], loss: Callable[..., Any]) -> None:
         self.spaces: list[tuple[Any, Any]] = []  # containers, and copies of them
+        self.slots: list[tuple[Any, dict[str, Any]]] = []  # objects, and what their slots hold
         self.empty: list[dict[str, Any]] = []  # containers without entries
         self.cells: list[tuple[Any, Any]] = []  # closure cells and the tensors in them
         self.names: list[tuple[dict[str, Any], str, Tensor]] = []  # tensors in other namespaces
@@ -70,10 +81,10 @@ class Reached:
         statistics of normalisations is written to."""
         plain = [
             tuple((k, v) for k, v in copy.items() if type(v) in _PLAIN and k != "training")
-            for space, copy in self.spaces
-            if type(space) is dict
+            for _, copy in (*self.spaces, *self.slots)
+            if isinstance(copy, dict)
         ]
-        own = [(i, t._version) for i, t in self.tensors.items() if i not in self.statistics]
+        own = [(i, version_of(t)) for i, t in self.tensors.items() if i not in self.statistics]
         return tuple(x for x in plain if x), tuple(self.plain), tuple(own)
 
     def _module(self, module: nn.Module) -> None:
@@ -81,34 +92,35 @@ class Reached:
             return
         self._seen.add(id(module))
         space = vars(module)
-        hooked = any(map(space.get, _HOOKS))
+        hooked = any(map(space.get, MODULE_HOOKS))
         if hooked:
-            for f in (f for name in _HOOKS for f in space.get(name, {}).values()):
+            for f in (f for name in MODULE_HOOKS for f in space.get(name, {}).values()):
                 self._value(f, 0, inside=True)
-        bare = not hooked and not module._buffers and "forward" not in space
+        bare = not hooked and not buffers_of(module) and "forward" not in space
         if type(module) in _STATELESS and bare:
             return
         self.spaces.append((space, space.copy()))
-        for own in (space["_buffers"], space["_parameters"], space["_modules"]):
+        for own in map(space.__getitem__, MODULE_STORES):
             if own:
                 self.spaces.append((own, own.copy()))
             else:
                 self.empty.append(own)
-        for t in module._buffers.values():
+        for t in buffers_of(module).values():
             if t is not None:
                 self._tensor(t)
-                if isinstance(module, _NormBase):
+                if isinstance(module, NormBase):
                     self.statistics.add(id(t))
         for name, x in space.items():
-            if name not in _OF_EVERY_MODULE and type(x) not in _NOTHING:
+            if name not in MODULE_ATTRIBUTES and type(x) not in _NOTHING:
                 self._value(x, 0, inside=True)
         if space.get("max_norm") is not None:  # an embedding whose forward pass shortens its rows
-            for p in module._parameters.values():
+            for p in parameters_of(module).values():
                 if p is not None and not p.requires_grad:
                     self.tensors[id(p)] = p
 
     def _tensor(self, t: Tensor) -> None:
-        if isinstance(t, nn.Parameter) or t.requires_grad or t.layout != torch.strided:
+        computed = t.requires_grad and not t.is_leaf  # by the pass, of parameters
+        if isinstance(t, nn.Parameter) or computed or t.layout != torch.strided:
             return
         if not t.is_meta and not t.is_inference():
             self.tensors[id(t)] = t
@@ -116,7 +128,7 @@ class Reached:
     def _value(self, x: Any, depth: int, inside: bool) -> None:
         """``inside``: it belongs to a module."""
         kind = type(x)
-        if kind in _NOTHING or id(x) in self._seen or depth > _DEPTH:
+        if kind in _NOTHING or id(x) in self._seen or depth > _DEEPEST:
             return
         if isinstance(x, Tensor):
             self._tensor(x)
@@ -130,10 +142,14 @@ class Reached:
             self.generators.append(x)
         elif isinstance(x, np.ndarray):
             self.arrays.append(x)
-        elif kind in (dict, OrderedDict, defaultdict, list, set, deque):
+        elif isinstance(x, (dict, list, set, deque)) and _library(kind) not in _LIBRARIES:
             self._container(x, depth, inside)
+            if kind not in _BUILT_IN:
+                self._object(x, depth, inside)
         elif isinstance(x, tuple):
             self._each(x, depth, inside)
+        elif depth > _DEPTH:
+            return
         elif isinstance(x, types.FunctionType):
             self._function(x, depth, inside)
         elif isinstance(x, types.MethodType):
@@ -145,11 +161,12 @@ class Reached:
             self._object(x, depth, inside)
 
     def _container(self, x: Any, depth: int, inside: bool) -> None:
+        entries = {**x} if isinstance(x, dict) else set(x) if isinstance(x, set) else list(x)
         if inside:
-            self.spaces.append((x, x.copy()))
+            self.spaces.append((x, entries))
         elif isinstance(x, dict):
             self._names(x)
-        self._each(x.values() if isinstance(x, dict) else x, depth, inside)
+        self._each(entries.values() if isinstance(entries, dict) else entries, depth, inside)
 
     def _names(self, space: dict[str, Any]) -> None:
         self.names.extend((space, k, x) for k, x in space.items() if isinstance(x, Tensor))
@@ -163,7 +180,7 @@ class Reached:
                     self._value(x, depth + 1, inside)
 
     def _function(self, f: types.FunctionType, depth: int, inside: bool) -> None:
-        if (f.__module__ or "").split(".")[0] in _LIBRARIES:
+        if _library(f) in _LIBRARIES:
             return
         for cell in f.__closure__ or ():
             try:
@@ -186,10 +203,15 @@ class Reached:
         self._each((*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()), depth, inside)
 
     def _object(self, x: Any, depth: int, inside: bool) -> None:
-        library = (type(x).__module__ or "").split(".")[0]
-        if isinstance(x, _ALIEN) or not hasattr(x, "__dict__"):
+        if isinstance(x, _ALIEN):
             return
-        if library in _LIBRARIES and not isinstance(x, torch.autocast):
+        if _library(type(x)) in _LIBRARIES and not isinstance(x, torch.autocast):
+            return
+        if slots := {s: getattr(x, s) for s in slots_of(type(x)) if hasattr(x, s)}:
+            if inside:
+                self.slots.append((x, slots))
+            self._each(slots.values(), depth, inside)
+        if not hasattr(x, "__dict__"):
             return
         space = vars(x)
         if isinstance(space, types.MappingProxyType):  # a class
@@ -199,6 +221,11 @@ class Reached:
         else:
             self._names(space)
         self._each(space.values(), depth, inside)
+
+
+def _library(x: Any) -> str:
+    """The package that a class or function comes from."""
+    return (x.__module__ or "").partition(".")[0]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -10,9 +10,10 @@ further pass of the step, it is set back. So each pass of a step starts from the
   steps.
 * Tensors above ``_LARGEST`` bytes are not copied; a pass that writes to one is told of.
 * A pass that writes to a parameter in place is refused.
-* Not put back: state outside Python and torch (files, C extensions), global variables that the code
-  of modules sets, and plain numbers and lists of functions and objects that are no modules: a
-  counter in the closure of the loss counts validation passes, too.
+* Not put back: state outside Python and torch (files, C extensions), global variables and class
+  attributes that the code of modules sets, iterators, sparse tensors, and plain numbers and lists
+  of functions and objects that are no modules: a counter in the closure of the loss counts
+  validation passes, too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import random
 import warnings
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from inrun.errors import ValidationError
+from inrun.torch_compat import foreach_copy_, parameters_of, version_of
 from inrun.validation.reach import Reached
 
 _LARGEST = 2**27  # bytes of a tensor that is copied
@@ -80,9 +82,9 @@ class State:
     def one_pass(self, model: nn.Module) -> Iterator[None]:
         """Around a forward pass: one that writes to a parameter in place is refused. The weights
         are those of the training, or of a point of the path that other passes share."""
-        before, self._clean = [p._version for p in self._params], False
+        before, self._clean = list(map(version_of, self._params)), False
         yield
-        after = [p._version for p in self._params]
+        after = list(map(version_of, self._params))
         if after != before:
             pairs = zip(self._params, before, after, strict=True)
             written = next(p for p, a, b in pairs if a != b)
@@ -109,26 +111,26 @@ class State:
         reached = self._reached = Reached(modules, self._loss)
         self._generators = [(g, _state_of(g)) for g in reached.generators]
         self._arrays = [(a, a.copy()) for a in reached.arrays if a.nbytes <= _ARRAY]
-        params = (p for m in modules for p in m._parameters.values() if p is not None)
+        params = (p for own in map(parameters_of, modules) for p in own.values() if p is not None)
         self._params = [p for p in params if id(p) not in reached.tensors]
         copies: dict[int, _Copy] = {}
         stale: list[tuple[Tensor, Tensor]] = []
         for key, t in reached.tensors.items():
             if t.numel() * t.element_size() > _LARGEST:
-                self._large.append((t, t._version))
+                self._large.append((t, version_of(t)))
                 continue
             known = self._copies.get(key)
             if known is None or known.of() is not t or not _alike(known.copy, t):
                 copy, small = t.detach().clone(), t.numel() <= _SMALL
-                known = _Copy(weakref.ref(t), copy, t._version, small)
-            elif known.small or known.written or known.version != t._version:
+                known = _Copy(weakref.ref(t), copy, version_of(t), small)
+            elif known.small or known.written or known.version != version_of(t):
                 stale.append((known.copy, t.detach()))
-                known.version = t._version
+                known.version = version_of(t)
             copies[key] = known
             self._data.append((t, t.data, known))
         self._copies = copies
         if stale:
-            torch._foreach_copy_([c for c, _ in stale], [t for _, t in stale])
+            foreach_copy_([c for c, _ in stale], [t for _, t in stale])
 
     def rewind(self, last: bool = False) -> None:
         """Before each pass: set everything back to how it was before the first one."""
@@ -138,6 +140,10 @@ class State:
         self._clean = True
         for space, before in reached.spaces:
             _put_back(space, before)
+        for x, slots in reached.slots:
+            for name, held in slots.items():
+                if getattr(x, name, None) is not held:
+                    object.__setattr__(x, name, held)
         for own in reached.empty:
             if own:
                 own.clear()
@@ -159,13 +165,13 @@ class State:
         for t, data, known in self._data:
             if t.data_ptr() != data.data_ptr() or t.shape != data.shape:
                 t.data = data
-            if t._version != known.version or (learning and not torch.equal(data, known.copy)):
-                known.written, known.version = True, t._version
+            if version_of(t) != known.version or (learning and not torch.equal(data, known.copy)):
+                known.written, known.version = True, version_of(t)
             if known.written or (last and known.small):
                 changed.append((data, known.copy))
         if changed:
-            torch._foreach_copy_([t for t, _ in changed], [c for _, c in changed])
-        written = [t for t, version in self._large if t._version != version]
+            foreach_copy_([t for t, _ in changed], [c for _, c in changed])
+        written = [t for t, version in self._large if version_of(t) != version]
         if written and not self._told:
             self._told = True
             warnings.warn(
@@ -181,21 +187,20 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _put_back(space: Any, before: Any) -> None:
-    """A container with the entries that it had, where they are others now."""
-    if isinstance(space, dict):
-        if len(space) != len(before) or not all(map(is_, space.values(), before.values())):
-            space.clear()
-            space.update(before)
-    elif isinstance(space, list):
-        if len(space) != len(before) or not all(map(is_, space, before)):
-            space[:] = before
-    elif isinstance(space, deque):
-        if len(space) != len(before) or not all(map(is_, space, before)):
-            space.clear()
-            space.extend(before)
-    elif space != before:  # a set
-        space.clear()
-        space.update(before)
+    """A container with the entries that it had, where they are others now.
+
+    By the methods of the built-in type: a subclass (``collections.Counter``) may have changed them.
+    """
+    kind: Any = next(k for k in (OrderedDict, dict, list, deque, set) if isinstance(space, k))
+    if kind is set:
+        same = space == before
+    else:
+        same = len(space) == len(before) and all(map(is_, space, before))
+    if issubclass(kind, dict):
+        same = same and all(map(is_, kind.values(space), before.values()))
+    if not same:
+        kind.clear(space)
+        (kind.extend if kind in (list, deque) else kind.update)(space, before)
 
 
 def _state_of(generator: Any) -> Any:

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from inrun.capture.capture import Capture
 from inrun.capture.tap import MicroBatch
 from inrun.gradients.nodes import pull_back
 from inrun.gradients.records import Lookup, wide
+from inrun.torch_compat import tree_map
 from inrun.validation.copies import fresh
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from inrun.errors import ValidationError
 from inrun.tensors.autocast import Autocast, as_it_was, uncached
+from inrun.torch_compat import tree_leaves, tree_map
 from inrun.validation.copies import fresh
 from inrun.validation.cuda_graph import Recorder, filled, recording
 from inrun.validation.generators import Generators

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 
 LARGEST = 8 << 20  # bytes of a reply, unpacked; a reply of a hundred variants has some thousands
-
+REDIRECTS = 5
 ENCODINGS = ("gzip", "deflate")  # they unpack to a thousandfold at most; others have no bound
 
 
@@ -39,7 +39,7 @@ def bounded_client(seconds: float, largest: int = LARGEST) -> Any:
         async def _whole(self, request: Any, **how: Any) -> Any:
             """The response with all of its body."""
             request.headers["accept-encoding"] = ", ".join(ENCODINGS)
-            response = await super().send(request, **how | {"stream": True})
+            response = await self._followed(request, how | {"stream": True})
             try:
                 packed = response.headers.get("content-encoding", "identity")
                 if packed.strip().lower() not in ("identity", *ENCODINGS):
@@ -62,5 +62,17 @@ def bounded_client(seconds: float, largest: int = LARGEST) -> Any:
             return http.Response(
                 response.status_code, headers=headers, content=bytes(body), request=request
             )
+
+        async def _followed(self, request: Any, how: dict[str, Any]) -> Any:
+            """The response after redirects, none of whose bodies is read: they have no bound."""
+            response = await super().send(request, **how | {"follow_redirects": False})
+            for _ in range(REDIRECTS):
+                if response.next_request is None:
+                    break
+                await response.aclose()
+                response = await super().send(
+                    response.next_request, **how | {"follow_redirects": False}
+                )
+            return response
 
     return Client()

@@ -15,7 +15,6 @@ memory and take no part in the forward pass, and whose gradients are the record'
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -23,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import HigherOrderOperator
 
 from inrun.capture.compiled.planner import (
     Meeting,
@@ -36,28 +34,19 @@ from inrun.capture.compiled.planner import (
 from inrun.capture.tap import MicroBatch
 from inrun.gradients.nodes import Node
 from inrun.tensors.layout import tensors_in
+from inrun.torch_compat import (
+    DisableTorchFunction,
+    HigherOrderOperator,
+    compile_backend,
+    gradients_in_any_layout,
+    is_inductor,
+    version_of,
+)
 
 if TYPE_CHECKING:
     from inrun.capture.capture import Capture
 
 _VARIANTS = 4  # compiled forms of one graph (batch sizes, lengths); more run eagerly
-
-
-def chosen_backend() -> Any:
-    """What the user compiles with: a backend, or its name.
-
-    Called while torch compiles: its frame on the stack still knows what ours took the place of.
-    """
-    frame: Any = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "compile_wrapper":
-            found = frame.f_locals.get("callback")
-            while hasattr(found, "_torchdynamo_orig_backend"):
-                found = found._torchdynamo_orig_backend
-            if callable(found):
-                return found
-        frame = frame.f_back
-    return "inductor"
 
 
 class Backend:
@@ -74,26 +63,18 @@ class Backend:
         self._graphs = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        inner = chosen_backend()
+        inner = compile_backend()
         copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
         graph = Graph(self.capture, copied, partial(_compile, inner))
-        if getattr(inner, "compiler_name", inner) == "inductor":
-            graph.aside = torch._C.DisableTorchFunction  # cheaper; others may still run Python
+        if is_inductor(inner):
+            graph.aside = DisableTorchFunction  # cheaper; others may still run Python
         self._graphs.append(graph)
         return graph.call
 
 
 def _compile(inner: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    # Gradients, records among them, may leave in any layout. Otherwise inductor writes a record
-    # twice: in rows of the exact length for us, and in padded ones for its own products. For a
-    # vocabulary of 50,257 that is a second copy of what is largest in the whole step.
-    with (
-        torch._inductor.config.patch(bw_outputs_user_visible=False),
-        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),  # inside here
-    ):
-        if callable(inner):
-            return inner(gm, list(inputs))
-        return torch._inductor.compile(gm, list(inputs))
+    with gradients_in_any_layout():
+        return inner(gm, list(inputs))
 
 
 @dataclass
@@ -133,7 +114,7 @@ class Graph:
     def call(self, *inputs: Any) -> Any:
         if self.capture.live is None:
             return self.gm(*inputs)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self._anchor(inputs)
             key = self._key(inputs)
         if key not in self.variants:
@@ -180,7 +161,7 @@ class Graph:
             slots = Receive.apply(capture.trigger, capture, live, variant.meetings, data)
         live.claims.update(variant.claims)
         out = variant.run(*inputs, *slots)
-        live.fixed += [(t, t._version) for t in variant.constants]
+        live.fixed += [(t, version_of(t)) for t in variant.constants]
         for t, info in zip(tensors_in(out), variant.outputs, strict=True):
             capture.note(t, info)
             if t.requires_grad and slots:
@@ -226,7 +207,7 @@ class Receive(torch.autograd.Function):
             given = [t for t in (next(left) for _ in meeting.slots) if t is not None]
             if len(given) < len(meeting.slots):
                 continue  # nothing of the loss went through here
-            with torch._C.DisableTorchFunction(), torch.no_grad():
+            with DisableTorchFunction(), torch.no_grad():
                 # an input as it came: the next micro-batch may be written to its memory
                 given = [t.clone() if t.data_ptr() in ctx.data else t for t in given]
                 pairs = meeting.arrived(given)

@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from inrun.capture.meeting import apart, operate, prepare
-from inrun.capture.tap import MicroBatch, Tap, Tapped, composite, tapped
+from inrun.capture.tap import MicroBatch, Tap, Tapped, tapped
 from inrun.errors import CaptureError
 from inrun.gradients import Call, Record
 from inrun.gradients.call import operand
@@ -27,6 +25,13 @@ from inrun.gradients.nodes import Node, value
 from inrun.gradients.records import Aligned, Dense, Lookup, Pair, short_by, wide_type
 from inrun.tensors.arguments import flatten
 from inrun.tensors.layout import Layout, name_of, tensors_in
+from inrun.torch_compat import (
+    DisableTorchFunction,
+    FakeTensor,
+    FakeTensorMode,
+    HigherOrderOperator,
+    composite,
+)
 
 if TYPE_CHECKING:
     from inrun.capture.capture import Capture
@@ -297,7 +302,7 @@ class Planner(fx.Interpreter):
         assert self.node is not None
         out = out.reshape(call.shape)
         device = out.device.type
-        with torch._C.DisableTorchFunction(), torch.autocast(device, enabled=False):
+        with DisableTorchFunction(), torch.autocast(device, enabled=False):
             pairs = tap.records(call, torch.empty_like(out))
         raw = not all(isinstance(r, (Dense, Aligned, Pair, Lookup)) for _, r in pairs)
         constants = [x for i, x in enumerate(call.leaves) if i not in tap.batched]

@@ -1,0 +1,1 @@
+"""Models, problems, ledgers and servers that several tests share."""
