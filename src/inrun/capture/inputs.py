@@ -27,12 +27,14 @@ class Inputs:
     entries: Entries
     nodes: dict[int, Any]
     _info: Known
-    _leader = ""  # the input of the model that is certain to be the batch
     if TYPE_CHECKING:
 
         def owns(self, t: Tensor) -> bool: ...
         def _one(self, info: Any) -> Any: ...
         def _as_data(self, t: Tensor) -> Layout | Kind: ...
+
+    def __init__(self) -> None:
+        self._first: str | None = None  # the model's input that is certain to be the batch
 
     def forget_inputs(self) -> None:
         self._inside: list[nn.Module] = []  # module calls that are under way
@@ -41,7 +43,7 @@ class Inputs:
         self.claims.new_batch()
 
     def entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Forward pre-hook of a module: its inputs may be the batch."""
+        """A module of the user's is called."""
         whole = module is self.modules[0]
         if in_backward():  # recomputed
             return
@@ -74,14 +76,15 @@ class Inputs:
         the input that it was in training."""
         sized = {k: t.shape[self.batch_dim] for k, t in given if t.ndim > self.batch_dim}
         if self.live is None:
-            batch = sized.get(self._leader)
+            batch = sized.get(self._first) if self._first else None
         else:
             rows = [k for k, t in given if k in sized and self._has_rows(t)]
             batch = self.live.B if rows else None
-            self._leader = rows[0] if rows and sized[rows[0]] == batch else ""
+            if rows:
+                self._first = rows[0] if sized[rows[0]] == batch else None
             sized.update(dict.fromkeys(rows, self.live.B))
         for k, n in sized.items():
-            if batch is not None and k != self._leader:
+            if batch is not None and k != self._first:
                 self.claims.seen(k, batch, n)
 
     def _has_rows(self, t: Tensor) -> bool:
@@ -113,7 +116,8 @@ class Inputs:
             if not all(t.ndim > dim and t.shape[dim] == B for t in tensors):
                 continue
             known = any(type(x := self._info.get(t)) is Layout and not x.data for t in tensors)
-            if len(tensors) != B or known:
+            alike = len({(t.ndim, t.dtype) for t in tensors}) == 1
+            if len(tensors) != B or known or not alike:
                 self.claims.columns.add(name)
             elif B > 1 and name not in self.claims.columns:
                 raise list_of_examples(name, B, dim)

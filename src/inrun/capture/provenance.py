@@ -55,6 +55,7 @@ class Provenance(Inputs):
     def __init__(
         self, modules: Sequence[nn.Module], params: Mapping[str, Tensor], batch_dim: int
     ) -> None:
+        super().__init__()
         self.modules, self.batch_dim = modules, batch_dim
         self.live: MicroBatch | None = None
         self._planning = False

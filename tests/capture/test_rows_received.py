@@ -115,6 +115,31 @@ def test_a_list_of_as_many_tensors_as_examples_is_refused():
         values(net, lambda m, b: score(m(list(b[0]))), (torch.randn(B, 4, 4),))
 
 
+def test_a_list_of_different_inputs_is_none_of_examples():
+    """Two inputs for a batch of two: ids and features."""
+    table = nn.Embedding(5, 4)
+    net = Net(lambda m, pair: m.a(pair[1]) + m.table(pair[0]))
+    net.table = table
+    batch = torch.randint(0, 5, (2,)), torch.randn(2, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loss = lambda m, b: (m(b).sin().sum(1) * WEIGHTS[:2].to(b[1])).sum()  # noqa: E731
+    with inrun.watch(net, optimizer, validation=[batch], loss=loss, estimator="sgd") as run:
+        with run.batch(range(2)):
+            loss(net, batch).backward()
+        gradients = [p.grad for p in (table.weight, net.a.weight, net.a.bias)]
+        out = net(batch)
+        expected = []
+        for k in range(2):
+            own = torch.autograd.grad(
+                (out[k].sin() * WEIGHTS[k]).sum(), [table.weight, net.a.weight, net.a.bias],
+                retain_graph=True,
+            )  # fmt: skip
+            pairs = zip(own, gradients, strict=True)
+            expected.append(0.1 * sum(float((g * v).sum()) for g, v in pairs))
+        optimizer.step()
+        assert np.allclose(run.values()["value"], expected, rtol=1e-9, atol=1e-12)
+
+
 def test_a_model_that_finds_its_data_itself_may_find_something_else_first():
     def f(model, source):
         x, memory = source()
