@@ -39,7 +39,7 @@ from inrun.store.folder import FORMAT, VERSION, begin, check, no_strangers, read
 from inrun.store.lock import WriterLock
 from inrun.store.manifest import KINDS, Part, part_name, read_manifest
 from inrun.store.outage import Outage, void_row
-from inrun.store.parts import Row, as_ids, flat_values, steps_table, values_table
+from inrun.store.parts import Row, as_ids, as_row, steps_table, values_table
 
 FIXED = ("format", "version", "config", "targets", "estimators", "run")  # of run.json
 SMALL_PARTS = 64  # more small parts than this at the end of the ledger are merged
@@ -219,7 +219,7 @@ class Store(Committed):
                 f"ids of this run are {self._ids} and step {record.step} brought {kind}: use one "
                 "kind of id, int or str, throughout"
             )
-        return Row(record, ids, flat_values(record, self.columns))
+        return as_row(record, ids, self.columns)
 
     def _due(self) -> bool:
         """Is it time to write? After a failure only by the clock, less and less often."""
