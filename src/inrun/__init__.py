@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,10 +20,7 @@ if TYPE_CHECKING:
     from inrun.tensors.layout import Layout
     from inrun.validation.targets import by_label
 
-try:
-    __version__ = version("inrun")
-except PackageNotFoundError:  # used from a source tree that is not installed
-    __version__ = "0+unknown"
+__version__: str  # looked up when it is first asked for
 
 # Where each public name is. They are imported when they are first used, so that the command line
 # can answer Ctrl-C while torch is being imported.
@@ -46,15 +42,27 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name == "__version__":
+        found = _version()
+    elif name in _PLACES:
+        found = getattr(import_module(f"inrun.{_PLACES[name]}"), name)
+    else:
         raise AttributeError(f"module 'inrun' has no attribute {name!r}")
-    found = getattr(import_module(f"inrun.{_PLACES[name]}"), name)
     globals()[name] = found
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PLACES})
+    return sorted({*globals(), *_PLACES, "__version__"})
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("inrun")
+    except PackageNotFoundError:  # used from a source tree that is not installed
+        return "0+unknown"
 
 
 def open(path: str | os.PathLike[str]) -> SavedRun:

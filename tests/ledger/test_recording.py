@@ -406,6 +406,16 @@ def test_forked_children_write_and_delete_nothing(tmp_path):
     assert_same(tables(open_run(tmp_path / "run")), expected(list(records(12))))
 
 
+def test_what_waits_in_memory_is_one_copy(tmp_path):
+    """Else the limit of an outage would be exceeded by the values as the run had them."""
+    store, row = create(tmp_path / "run"), next(records(1))
+    store.append(row)
+    (held,) = store._buffer
+    assert held.record.values.base is held.values or held.values.base is held.record.values
+    assert not np.shares_memory(held.values, row.values)
+    store.close()
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_ledger_that_another_process_began_is_left_to_it(tmp_path, monkeypatch, overwrite):
     """A child forked before the first step trains on: describing the run is not its affair."""

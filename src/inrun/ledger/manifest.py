@@ -39,10 +39,6 @@ class Part:
     bytes: tuple[int, int]  # sizes of the two files, in the order of KINDS
     sha256: tuple[str, str] | None = None  # None in a ledger of format 1
 
-    @property
-    def number(self) -> int:
-        return number(self.name)
-
 
 @dataclass(frozen=True)
 class Lost:

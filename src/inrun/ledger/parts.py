@@ -8,7 +8,7 @@ import os
 import stat
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,17 +135,18 @@ def content_hash(steps: pa.Table) -> str:
     return digest.hexdigest()
 
 
-def flat_values(record: StepRecord, columns: Columns) -> np.ndarray | None:
-    """A copy of the values of a step, [E·Q, B] float64; a wrong shape is refused."""
+def as_row(record: StepRecord, ids: pa.Array, columns: Columns) -> Row:
+    """A copy of a record, the only one that waits in memory; a wrong shape is refused."""
     if record.values is None:
-        return None
+        return Row(record, ids, None)
     E, Q, B = shape = (len(columns.estimators), len(columns.targets), len(record.ids))
     if record.values.shape != shape:
         raise LedgerError(
             f"step {record.step}: values have shape {record.values.shape}, not {shape} "
             "(estimators, targets, examples)"
         )
-    return np.array(record.values, np.float64).reshape(E * Q, B)
+    values = np.array(record.values, np.float64)
+    return Row(replace(record, values=values), ids, values.reshape(E * Q, B))
 
 
 def _losses(audit: Audit | None, Q: int) -> np.ndarray:

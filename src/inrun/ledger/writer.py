@@ -38,7 +38,7 @@ from inrun.ledger.folder import FORMAT, VERSION, begin, check, no_strangers, rea
 from inrun.ledger.lock import WriterLock
 from inrun.ledger.manifest import KINDS, Part, part_name, read_manifest
 from inrun.ledger.outage import Outage, void_row
-from inrun.ledger.parts import Row, as_ids, flat_values, steps_table, values_table
+from inrun.ledger.parts import Row, as_ids, as_row, steps_table, values_table
 from inrun.ledger.records import LedgerError, StepRecord, check_targets
 
 FIXED = ("format", "version", "config", "targets", "estimators", "run")  # of run.json
@@ -219,7 +219,7 @@ class Store(Committed):
                 f"ids of this run are {self._ids} and step {record.step} brought {kind}: use one "
                 "kind of id, int or str, throughout"
             )
-        return Row(record, ids, flat_values(record, self.columns))
+        return as_row(record, ids, self.columns)
 
     def _due(self) -> bool:
         """Is it time to write? After a failure only by the clock, less and less often."""
