@@ -4,7 +4,7 @@ Tensors are found through a table of their addresses, one row per tensor; a prog
 works on one chunk of one tensor. Both kernels are bound by memory, so each number is read once:
 
 * ``shift``: from weights, gradient and Adam's state to the weights at a point of the path
-  w_∅ → w_B and the secant (or tangent) factor, the formulas of rules/adam.py;
+  w_∅ → w_B and the secant (or tangent) factor, the formulas of optimizers/adam.py;
 * ``contract``: ⟨K ⊙ v, g_i⟩ of every example for several directions v, and ⟨K ⊙ v, G⟩.
 
 Where Triton is missing or a tensor is of another kind the plain code serves: see ``usable``.
@@ -68,7 +68,7 @@ Numbers = tuple[Any, Any, float, Any, Any]  # β₁, β₂, ε, η, decay of a p
 
 @dataclass(frozen=True)
 class AdamStep:
-    """A whole step of Adam: all its tensors, and numbers by parameter group (rules/adam.py)."""
+    """A whole step of Adam (optimizers/adam.py): its tensors, and numbers by parameter group."""
 
     p: list[Tensor]
     g: list[Tensor]

@@ -29,7 +29,7 @@ class Mode(TorchFunctionMode):
         self.hidden = torch.compiler.disable(follow)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # torch.compile traces through here; its graph comes to us by another way (compiled.py)
+        # torch.compile traces through here; its graph reaches us in compiled/backend.py
         if torch.compiler.is_dynamo_compiling() or self.paused:
             return func(*args, **(kwargs or {}))
         follow = self.follow if get_eval_frame_callback() is None else self.hidden

@@ -1,6 +1,6 @@
 """From a validation gradient to a direction for the batch gradient, through the optimizer.
 
-For one step the update of every parameter is known as a function of the gradient (rules/). The
+For one step the update of every parameter is known as a function of the gradient (optimizers/). The
 weights move on a straight path from w_∅, where momentum and decay alone would take them, to w_B,
 where the batch takes them; an estimator is a linear map and the points of that path at which the
 validation gradient is taken.

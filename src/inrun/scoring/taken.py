@@ -1,9 +1,9 @@
 """What the optimizer did: the weights after a step against those that its rule predicts.
 
-Values credit the step that the rule describes (rules/). A hook that changes gradients after they
-were scored, or a subclass with another update, takes a step that it does not. So before the step
-the weights after it are predicted, on all coordinates or on a sample of each parameter; after it
-the real ones are compared. The verdict stays on the device until the step's values are fetched.
+Values credit the step that the rule describes (optimizers/). A hook that changes gradients after
+they were scored, or a subclass with another update, takes a step that it does not. So before the
+step the weights after it are predicted, on all coordinates or on a sample of each parameter; after
+it the real ones are compared. The verdict stays on the device until the step's values are fetched.
 
 A parameter is as predicted if ‖real − predicted‖ ≤ tolerance · (‖w_B − w_t‖ + ‖w_∅ − w_t‖)
 + 2ε‖w_t‖: the second sum is what the terms of an update may cancel to, the last one the rounding of

@@ -1,6 +1,6 @@
 """Planning a compiled graph: where its parameters meet examples, and the taps that go there.
 
-See compiled.py for how graphs come here and what slots are.
+See backend.py for how graphs come here and what slots are.
 """
 
 from __future__ import annotations
