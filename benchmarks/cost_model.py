@@ -38,7 +38,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
 from costs import short_name
 
 from inrun.bench import machine
-from inrun.capture.tap import MicroBatch
+from inrun.capture.micro_batch import MicroBatch
 from inrun.gradients import cost
 from inrun.gradients.nodes import Node
 from inrun.gradients.records import Dense, Pair, wide_type

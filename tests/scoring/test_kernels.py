@@ -147,7 +147,7 @@ def whole_contraction():
     """From records to values, by kernels and without: weights in another memory order, a direction
     off its alignment, gradients of two types beside each other."""
     from inrun import kernels
-    from inrun.capture.tap import MicroBatch
+    from inrun.capture.micro_batch import MicroBatch
     from inrun.gradients import Dense
     from inrun.gradients.nodes import Node
     from inrun.scoring.contraction import Direction, contract

@@ -1,391 +1,350 @@
-"""What each tensor of a forward pass is made of, as far as it matters for scoring.
+"""The origin of each tensor of a forward pass: what it is made of, as far as scoring needs it.
 
-A tensor is one of
+The origin of a tensor is one of
 
 * *batched*: made of the batch; a ``Layout`` says where its examples are;
 * *data*: the loop's own, not yet received by the model; a ``Layout`` with ``data`` set if it has
-  one entry per example, *outside* if not (a whole dataset, of which a part may be the batch);
+  one entry per example, OUTSIDE if not (a whole dataset, of which a part may be the batch);
 * *parametric*: a watched parameter or made of parameters alone (a ``Node``);
-* *mixed*: made of the batch and the same for all examples (a mean over the batch, a loss);
-* *pairs*: similarities [B, B] of every example with every other (pairs.py);
-* *lost*: made of the batch, and where the examples are in it is not known;
-* *constant*: everything else: the model's own tensors and what is made of nothing. That a constant
-  was made of data costs time, never a value: what it makes of parameters is treated as parametric.
+* *mixed* (MIXED): made of the batch and the same for all examples (a mean over it, a loss);
+* *pairs* (PAIRS): similarities [B, B] of every example with every other (outputs.py);
+* *lost* (``Lost``): made of the batch, and where the examples are in it is not known;
+* *constant* (CONSTANT): everything else: the model's own tensors and what is made of nothing. That
+  a constant was made of data costs time, never a value: what it makes of parameters is treated as
+  parametric.
+
+Inputs of the model get theirs in inputs.py, outputs of operations in outputs.py.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeAlias, TypeVar
 
-import torch
 from torch import Tensor, nn
 
-from inrun.capture import pairs
-from inrun.capture.anchors import Claims, Entries
-from inrun.capture.inputs import CONSTANT, OUTSIDE, PAIRS, Inputs
-from inrun.capture.recall import Followed, Recall, tensors_of
-from inrun.capture.tap import (
-    Known,
-    MicroBatch,
-    own_tensors,
-    shape_of,
-    sources,
-    storage_key,
-)
-from inrun.errors import BatchError, random_parameter, transformed, unseen_function
 from inrun.gradients.nodes import Node
-from inrun.tensors.arguments import flatten
-from inrun.tensors.follow import follow
-from inrun.tensors.indexing import written
-from inrun.tensors.layout import MIXED, Kind, Layout, Lost, in_place, lost, name_of, tensors_in
-from inrun.torch_compat import FakeTensor, in_backward, tree_flatten, unwrapped
+from inrun.tensors.layout import MIXED, Kind, Layout, Lost, lost, tensors_in
+from inrun.torch_compat import (
+    MODULE_ATTRIBUTES,
+    FakeTensor,
+    buffers_of,
+    in_backward,
+    parameters_of,
+)
 
-_COLLATED = ("stack", "cat", "concat", "concatenate", "vstack", "pad_sequence")
-LIKE = ("to", "type_as", "view_as", "reshape_as", "expand_as")
-_RANDOM = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
-           "feature_alpha_dropout", "bernoulli", "rrelu", "gumbel_softmax")  # fmt: skip
+Origin: TypeAlias = Node | Layout | Kind  # ``Lost`` is a Kind, too
+
+CONSTANT, OUTSIDE, PAIRS = Kind("constant"), Kind("outside"), Kind("pairs")
+
+_CALL = " (call "  # in the name of a claim, after the input's
+
+T = TypeVar("T")
 
 
-class Provenance(Inputs):
-    """Holds what each tensor of one batch is made of."""
+def any_batched(origins: Iterable[Origin]) -> bool:
+    """Is one of them made of the batch?"""
+    return any(
+        x is MIXED or x is PAIRS or type(x) is Lost or (type(x) is Layout and not x.data)
+        for x in origins
+    )
+
+
+def follows_rows(origin: Origin) -> bool:
+    """Is it made of the batch or of data with one entry per example?"""
+    return type(origin) in (Layout, Lost) or origin is MIXED or origin is PAIRS
+
+
+class TensorMap(Generic[T]):
+    """Weak dictionary with tensors as keys. (torch's own WeakTensorKeyDictionary is slower.)"""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, tuple[weakref.ref[Tensor], T]] = {}
+
+    def get(self, t: Tensor) -> T | None:
+        entry = self.entries.get(id(t))
+        return entry[1] if entry is not None and entry[0]() is t else None
+
+    def __setitem__(self, t: Tensor, value: T) -> None:
+        self.entries[id(t)] = weakref.ref(t), value
+
+    def alive(self) -> Iterator[tuple[Tensor, T]]:
+        """The tensors that still exist, with their values."""
+        for tensor, value in self.entries.values():
+            if (t := tensor()) is not None:
+                yield t, value
+
+
+class Claims:
+    """Which inputs hold one row per example, as far as has been shown.
+
+    An input may have as many entries as the batch has examples by chance (a memory of 8 slots in a
+    batch of 8). Its layout is a *claim* until an operation lays its rows beside the batch's, or it
+    has been seen with batches of two sizes.
+    """
+
+    def __init__(self) -> None:
+        self._leader: dict[str, str] = {}  # claims that stand and fall together
+        self._proven: set[str] = set()
+        self._sizes: dict[str, set[tuple[int, int]]] = {}  # of a batch, and of the input
+        self._called: dict[str, int] = {}  # in this batch: two calls may mean different things
+        self.columns: set[str] = set()  # lists whose tensors have a row for each example
+        self.dims: dict[str, int] = {}  # where an input that the loop has moved holds the examples
+
+    def _find(self, name: str) -> str:
+        while (leader := self._leader.get(name, name)) != name:
+            name = leader
+        return name
+
+    def link(self, names: frozenset[str]) -> None:
+        """An operation aligned the rows of these inputs: all claims are true or none is."""
+        first, *rest = {self._find(n) for n in names}
+        for other in rest:
+            self._leader[other] = first
+            if other in self._proven:
+                self._proven.add(first)
+
+    def prove(self, names: Iterable[str]) -> None:
+        self._proven.update(self._find(n) for n in names)
+
+    def proven(self, name: str) -> bool:
+        """By an operation, for the tensor of this call; or by sizes, for the input of all calls."""
+        return self._find(name) in self._proven or self._by_size(name.partition(_CALL)[0])
+
+    def new_batch(self) -> None:
+        self._called = {}
+
+    def named(self, name: str) -> str:
+        """A claim of its own for each tensor of a batch that comes as this input."""
+        self._called[name] = count = self._called.get(name, 0) + 1
+        return name if count == 1 else f"{name}{_CALL}{count})"
+
+    def seen(self, name: str, batch: int, size: int) -> None:
+        """An input of this size came with a batch of that."""
+        self._sizes.setdefault(name, set()).add((batch, size))
+
+    def _by_size(self, name: str) -> bool:
+        sizes = self._sizes.get(name, ())
+        return len(sizes) > 1 and all(b == n for b, n in sizes)
+
+    def shared(self, name: str) -> bool:
+        """Has it been seen with another size than the batch's? One row may be meant for each."""
+        return any(n not in (b, 1) for b, n in self._sizes.get(name, ()))
+
+    def unproven(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if not self.proven(name)]
+
+
+class Provenance:
+    """The origins of the tensors of one batch.
+
+    Args:
+        modules: the user's model and all modules in it.
+        params: the parameters to score, by name.
+        batch_dim: the dimension of the examples in the model's inputs.
+    """
 
     def __init__(
         self, modules: Sequence[nn.Module], params: Mapping[str, Tensor], batch_dim: int
     ) -> None:
-        super().__init__()
         self.modules, self.batch_dim = modules, batch_dim
-        self.live: MicroBatch | None = None
-        self._planning = False
-        self.on_empty: Callable[[BatchError, bool], None] = _refuse  # a batch without a gradient
         self.held: Collection[int] = ()  # ids of the parameters that the optimizer trains
         self.outsiders: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-        self._layouts: dict[Any, Layout] = {}
-        self.claims, self.entries = Claims(), Entries(self, modules[0])
+        self.claims = Claims()
+        self._layouts: dict[tuple[Any, ...], Layout] = {}
         self.watch(params)
-        self._forget_tensors()
+        self.new_batch(0)
 
-    def _forget_tensors(self) -> None:
-        self._info = Known()
-        self._by_storage: dict[Any, Any] | None = None  # where something is recomputed
-        self._constants: set[int] | None = None  # the model's own tensors
-        self._shapes: list[tuple[int, ...]] = []
-        self.forget_inputs()
+    def new_batch(self, B: int) -> None:
+        """Forget all tensors. A batch of B examples begins (0: none is open)."""
+        self.B = B
+        self.anchored = False  # is it known which tensors are the batch?
+        self.inside = False  # does a module of the user's run that has received the batch?
+        self.shapes: list[tuple[int, ...]] = []  # of data without an entry for each example
+        self._origins: TensorMap[Origin] = TensorMap()
+        self._by_memory: dict[Any, Origin] | None = None  # where something is recomputed
+        self._own: set[int] | None = None  # ids of the model's own tensors
+        self.claims.new_batch()
 
     def watch(self, params: Mapping[str, Tensor]) -> None:
         """The parameters to score, from the next batch on."""
         self.nodes = {id(p): Node.parameter(name, p) for name, p in params.items()}
         self.watched = frozenset(params)
-        self._recall = Recall(self._find)
+
+    # Reading
+
+    def find(self, t: Tensor) -> Origin:
+        """The origin of a tensor; of one that is not known yet, by what it is."""
+        entry = self._origins.entries.get(id(t))
+        return entry[1] if entry is not None and entry[0]() is t else self._first_seen(t)
+
+    def find_all(self, tensors: Iterable[Tensor]) -> list[Origin]:
+        """The origin of each."""
+        entries, found = self._origins.entries, []
+        for t in tensors:
+            entry = entries.get(id(t))
+            known = entry is not None and entry[0]() is t
+            found.append(entry[1] if known else self._first_seen(t))  # type: ignore[index]
+        return found
+
+    def known(self, t: Tensor) -> Origin | None:
+        """The origin of a tensor that has been seen; else None."""
+        return self._origins.get(t)
+
+    def alive(self) -> Iterator[tuple[Tensor, Origin]]:
+        return self._origins.alive()
+
+    def layout(self, t: Any) -> Layout | None:
+        """The layout of a batched tensor without the claims that are proven; else None."""
+        origin = self.find(t) if isinstance(t, Tensor) else None
+        if type(origin) is not Layout or (origin.data and self.anchored):
+            return None
+        if not origin.claims:
+            return origin
+        unproven = frozenset(self.claims.unproven(origin.claims))
+        return origin if unproven == origin.claims else replace(origin, claims=unproven)
+
+    def data_layout(self, t: Any) -> Layout | None:
+        """The layout of a batched tensor or of data; else None."""
+        origin = self.find(t) if isinstance(t, Tensor) else None
+        return origin if type(origin) is Layout else None
+
+    def operands(self, leaves: Sequence[Any]) -> tuple[list[Node | None], list[Layout | None]]:
+        """Which arguments are parametric, and where the examples are in the batched ones."""
+        nodes: list[Node | None] = []
+        layouts: list[Layout | None] = []
+        for x in leaves:
+            origin = self.find(x) if isinstance(x, Tensor) else None
+            nodes.append(origin if type(origin) is Node else None)
+            layouts.append(Layout(0) if origin is PAIRS else self.layout(x))
+        return nodes, layouts
 
     def owns(self, t: Tensor) -> bool:
         """Is it one of the model's own tensors?"""
-        if self._constants is None:
-            self._constants = own_tensors(self.modules)
-        return id(t) in self._constants
+        if self._own is None:
+            self._own = _own_tensors(self.modules)
+        return id(t) in self._own
 
-    def _find(self, t: Tensor) -> Any:
-        info = self._info.get(t)
-        if info is None:
-            node = self.nodes.get(id(t))
-            mine = node is not None and node.param is t
-            info = self._info[t] = node if mine else self._one(self._classify(t))
-        return info
+    def is_parameter(self, t: Tensor) -> bool:
+        """Is it a watched parameter or one of the model's own tensors?"""
+        return id(t) in self.nodes or self.owns(t)
 
-    def _one(self, info: Any) -> Any:
-        """Interns layouts, so that equal ones have one id (a key of the cache of calls)."""
-        if type(info) is not Layout:
-            return info
-        key = (info.dim, info.outer, info.inner, info.data, info.claims)
-        return self._layouts.setdefault(key, info)
+    # A tensor that no operation in the batch has made
 
-    def _classify(self, t: Tensor) -> Any:
-        """The kind of a tensor that no followed call produced."""
-        assert self.live is not None
+    def _first_seen(self, t: Tensor) -> Origin:
+        origin: Origin | None = self.nodes.get(id(t))
+        if not isinstance(origin, Node) or origin.param is not t:
+            origin = self.one(self._classify(t))
+        self._origins[t] = origin
+        return origin
+
+    def _classify(self, t: Tensor) -> Origin:
         if self.owns(t):
             return CONSTANT
         if isinstance(t, nn.Parameter) or id(t) in self.held:  # of a teacher, a criterion: no data
             if t.requires_grad:
                 self.outsiders[id(t)] = t
             return CONSTANT
-        if self._by_storage is not None and in_backward():
-            known = self._by_storage.get(storage_key(t))
+        if self._by_memory is not None and in_backward():
+            known = self._by_memory.get(_memory_of(t))
             if known is not None and (type(known) is not Node or t.requires_grad):
                 return known
         if self.anchored and t.requires_grad and not t.is_leaf:
             return lost("a function that torch does not show")
-        if t.ndim == 0 or (self.received and self._inside):
+        if t.ndim == 0 or self.inside:
             return CONSTANT
-        return self._as_data(t)
+        return self.as_data(t)
 
-    def _as_data(self, t: Tensor) -> Layout | Kind:
+    def as_data(self, t: Tensor) -> Layout | Kind:
         """The loop's own tensor: it may be the batch if it has an entry for each example."""
-        assert self.live is not None
         if t.is_nested:
             return lost("a nested tensor")
-        if t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.live.B:
+        if t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.B:
             return Layout(self.batch_dim, data=True)
-        self._shapes.append(tuple(t.shape))
+        self.shapes.append(tuple(t.shape))
         return OUTSIDE
 
-    def _refuse_transformed(self, args: Any, kwargs: Any) -> None:
-        """A parameter inside torch.func.vmap or grad."""
-        inner = [unwrapped(t) for t in tensors_in(args, kwargs)]
-        infos = [self._find(t) for t in inner if t.requires_grad]
-        roots = [r for n in infos if type(n) is Node for r in n.roots]
-        if roots and torch.is_grad_enabled():
-            raise transformed(set(roots))
+    # Writing
 
-    def _refuse_unseen(self, tensors: Sequence[Tensor], infos: Sequence[Any]) -> None:
-        """A tensor that seems constant and has a gradient: a custom autograd function made it."""
-        for t, info in zip(tensors, infos, strict=True):
-            if info is CONSTANT and t.grad_fn is not None:
-                function, leaves = sources(t)
-                names = [self.nodes[id(p)].name for p in leaves if id(p) in self.nodes]
-                if names:
-                    raise unseen_function(function, names)
+    def note(self, t: Tensor, origin: Origin) -> None:
+        """The origin of a tensor that an operation has made."""
+        self.note_all((t,), (self.one(origin),))
 
-    def _layout(self, t: Any) -> Layout | None:
-        """The layout of a batched tensor without the claims that are proven; else None."""
-        info = self._find(t) if isinstance(t, Tensor) else None
-        if type(info) is not Layout or (info.data and self.anchored):
-            return None
-        return self._settled(info)
+    def note_all(self, tensors: Sequence[Tensor], origins: Sequence[Origin]) -> None:
+        """The same for several tensors and origins that this object has handed out."""
+        for t, origin in zip(tensors, origins, strict=True):
+            self._origins[t] = origin
+            if self._by_memory is not None:
+                self._note_memory(t, origin)
 
-    def _any_batched(self, infos: Sequence[Any]) -> bool:
-        """Is one of them made of the batch?"""
-        return any(
-            x is MIXED or x is PAIRS or type(x) is Lost or (type(x) is Layout and not x.data)
-            for x in infos
-        )
+    def assume(self, t: Tensor, origin: Origin) -> None:
+        """The origin of a tensor that none of the operations in the batch has made."""
+        self._origins[t] = self.one(origin)
 
-    def _anchor_operands(
-        self, func: Any, tensors: Sequence[Tensor], infos: Sequence[Any]
-    ) -> list[Any]:
-        """Outside any module, data that meets a parameter is what the model receives."""
-        if any(type(x) is Layout for x in infos):
-            roots = sorted(r for x in infos if type(x) is Node for r in x.roots)
-            name = f"the operand of '{name_of(func)}' with {', '.join(roots[:2])}"
-            self.anchor([(name, t) for t in tensors])
-        return [self._find(t) for t in tensors]
+    def one(self, origin: Origin) -> Origin:
+        """One object for all equal layouts: its id is part of the memo's keys."""
+        if type(origin) is not Layout:
+            return origin
+        key = (origin.dim, origin.outer, origin.inner, origin.data, origin.claims)
+        return self._layouts.setdefault(key, origin)
 
-    def _settled(self, layout: Layout) -> Layout:
-        open_ = frozenset(c for c in layout.claims if not self.claims.proven(c))
-        return layout if open_ == layout.claims else self._one(replace(layout, claims=open_))
+    # Activation checkpointing: what is recomputed begins with other tensors in the same memory
 
-    # What an operation makes of the examples
+    @property
+    def expects_recomputation(self) -> bool:
+        return self._by_memory is not None
 
-    def _note_batched(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        assert self.live is not None
-        name = name_of(func)
-        if name == "setitem":
-            self._note_written(*args)
+    def expect_recomputation(self) -> None:
+        """From now on note where tensors are in memory, and that of all that exist already."""
+        if self._by_memory is not None:
             return
-        for t in tensors_in(out):
-            if name.startswith("new_") or self._only_converted(name, args):
-                self._set(t, CONSTANT)
-                continue
-            found = self._follow(func, args, kwargs, t)
-            if (args and t is args[0]) or t is kwargs.get("out"):
-                self._note_in_place(t, found)
-            self._remember(t, found)
-
-    def _note_again(self, out: Any, known: Followed) -> bool:
-        """Note the outputs of a cached call; False if their shapes differ from the cached ones."""
-        outs = tensors_of(out)
-        if outs is None or [t.shape for t in outs] != known.shapes:
-            return False
-        for t, info in zip(outs, known.infos, strict=True):
-            self._set(t, info)
-        return True
-
-    def _note_data(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Note outputs made of the loop's data: follow the layout, else judge by the shape."""
-        assert self.live is not None
-        find = self._data_layout
-        for t in tensors_in(out):
-            found = None
-            if name_of(func) not in _COLLATED or self._as_data(t) is OUTSIDE:
-                found = follow(func, args, kwargs, t, find, self.live.B)
-            if type(found) is not Layout:
-                found = self._as_data(t)
-            self._info[t] = self._one(replace(found, data=True) if type(found) is Layout else found)
-
-    def _data_layout(self, t: Any) -> Layout | None:
-        info = self._find(t) if isinstance(t, Tensor) else None
-        return info if type(info) is Layout else None
-
-    def _follow(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Layout | Kind:
-        """Where the examples are in the output."""
-        assert self.live is not None
-        if out.is_nested:
-            return lost("a nested tensor")
-        if self.live.B == 1:  # all that is made of the batch belongs to its only example
-            return Layout(0, out.shape[0] if out.ndim else 1)
-        tensors = tensors_in(args, kwargs)
-        infos = [self._find(t) for t in tensors]
-        found: Any = next((x for x in infos if type(x) is Lost), None)
-        if self._of_pairs(func, args, kwargs, out):
-            return PAIRS
-        if found is None and PAIRS in infos:
-            found = lost(name_of(func))
-        if found is not None:
-            return found if out.ndim else MIXED
-        if not any(self._layout(t) is not None for t in tensors):
-            return MIXED
-        found = follow(func, args, kwargs, out, self._layout, self.live.B)
-        return found if not isinstance(found, Layout) else self._proved(found)
-
-    def _of_pairs(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> bool:
-        """Is the output made of similarities, or are these its numbers?"""
-        assert self.live is not None
-        if out.is_nested:
-            return False
-        infos = [self._find(t) for t in tensors_in(args, kwargs)]
-        if PAIRS not in infos:
-            return pairs.made(func, args, out, self._layout, self.live.B)
-        others = [type(x) in (Layout, Lost) or x is MIXED for x in infos]
-        return pairs.kept(func, out, [x is PAIRS for x in infos], others)
-
-    def _proved(self, found: Layout) -> Layout:
-        """The layout, after noting what the operation has shown."""
-        if found.proves:
-            self.claims.prove(found.proves)
-        if len(found.claims) > 1:
-            self.claims.link(found.claims)
-        return self._one(replace(found, proves=frozenset()))
-
-    def _only_converted(self, name: str, args: Any) -> bool:
-        """``positions.type_as(x)``: a constant stays one."""
-        return name in ("to", "type_as") and bool(args) and self._find(args[0]) is CONSTANT
-
-    def _note_written(self, target: Tensor, index: Any, value: Any) -> None:
-        """``target[index] = value``: a target without examples takes the value's."""
-        assert self.live is not None
-        own = self._find(target)
-        info = self._find(value) if isinstance(value, Tensor) else CONSTANT
-        if self.live.B == 1:
-            self._remember(target, Layout(0, target.shape[0] if target.ndim else 1))
-            return
-        indices = [self._find(t) for t in tensors_in(index)]
-        by = lost("setitem")
-        if type(own) is Lost or type(info) is Lost:
-            found: Any = own if type(own) is Lost else info
-        elif (layout := self._layout(value)) is not None:
-            before = self._layout(target)
-            made = None
-            if before is not None or own is CONSTANT or type(own) is Layout:
-                made = written(target, index, value, layout, before, self.live.B)
-            found = by if made is None else self._proved(made)
-        elif type(own) is Layout and not own.data:
-            return  # the same for all examples, or no example's: they stay where they are
-        else:
-            marked = any(type(x) in (Lost, Layout) for x in indices)
-            found = by if marked else MIXED
-        self._note_in_place(target, found)
-        self._remember(target, found)
-
-    def _note_in_place(self, t: Tensor, found: Any) -> None:
-        """A tensor is written to: others that share its memory now hold something else, too. What
-        is the same for all examples moves none."""
-        before = self._find(t)
-        if found == before or isinstance(t, FakeTensor):
-            return
-        memory = t.untyped_storage().data_ptr()
-        for other, info in list(self._info.alive()):
-            if other is t or type(info) is Node or _at(other) != memory:
-                continue
-            if found is not MIXED:
-                self._info[other] = lost("an operation that writes in place")
-            elif info is CONSTANT:
-                self._info[other] = MIXED
-
-    def _remember(self, t: Tensor, info: Layout | Kind) -> None:
-        self._set(t, self._one(info))
-
-    def _set(self, t: Tensor, info: Any) -> None:
-        self._info[t] = info
-        if self._by_storage is not None:
-            self._note_storage(t, info)
-
-    def _note_storage(self, t: Tensor, info: Any) -> None:
-        """What is recomputed begins with other tensors in the same memory."""
-        assert self._by_storage is not None
-        if t.numel():
-            self._by_storage[storage_key(t)] = info
-
-    def _revive(self, tensors: Sequence[Tensor]) -> None:
-        """A reentrant checkpoint detaches its inputs and has them require gradients again."""
-        assert self._by_storage is not None
-        for t in tensors:
-            if t.requires_grad and t.is_leaf and self._info.get(t) is CONSTANT:
-                known = self._by_storage.get(storage_key(t))
-                self._info[t] = known if type(known) is Node else CONSTANT
-
-    def _note_storages(self) -> None:
-        """Recomputation is expected: from now on, and of all tensors so far that live."""
-        self._by_storage = {}
-        for t, info in self._info.alive():
-            self._note_storage(t, info)
+        self._by_memory = {}
+        for t, origin in self._origins.alive():
+            self._note_memory(t, origin)
         for node in self.nodes.values():
             if node.param is not None:
-                self._note_storage(node.param, node)
+                self._note_memory(node.param, node)
 
-    def _kept(self, x: Any) -> Any:
-        """An operand of a tensor that is made of parameters: its node, or the tensor as it is now,
-        which may be written to before the parameters are scored. (What is compiled makes its
-        tensors from the buffers of the moment; see ``MicroBatch.fixed``.)"""
-        info = self._find(x) if isinstance(x, Tensor) else None
-        if type(info) is Node:
-            return info
-        if info is None or self._planning:
-            return x
-        if type(info) in (Layout, Lost) or info in (MIXED, PAIRS):  # asked for its type
-            return shape_of(x)
-        return x.detach().clone()
+    def _note_memory(self, t: Tensor, origin: Origin) -> None:
+        assert self._by_memory is not None
+        if t.numel():
+            self._by_memory[_memory_of(t)] = origin
 
-    def _before(self, func: Any, args: Any) -> Any:
-        """The arguments of an operation on parameters as they are before it writes to the first."""
-        if not in_place(func) or not torch.is_grad_enabled() or type(self._find(args[0])) is Node:
-            return args
-        target = args[0].detach().clone()
-        self._info[target] = self._find(args[0])
-        return (target, *args[1:])
-
-    def _note_parametric(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        if name_of(func) in _RANDOM and out is not args[0] and _is_random(args, kwargs):
-            raise random_parameter(name_of(func), self._find(args[0]).roots)
-        leaves, spec = flatten(args, kwargs)
-        same, recorded = [id(x) for x in leaves], in_place(func) and torch.is_grad_enabled()
-        made = None
-        for i, t in enumerate(tree_flatten(out)[0]):
-            if not isinstance(t, Tensor) or (id(t) in same and not recorded):
-                continue  # ``W.to(same type)`` is W, and so is ``W.clamp_(...)`` under no_grad
-            if not t.requires_grad:  # what is in this memory is a parameter still
-                self._info[t] = CONSTANT
-                continue
-            made = made or [self._kept(x) for x in leaves]
-            name, index = name_of(func), None if isinstance(out, Tensor) else i
-            pure = getattr(torch, name, func) if recorded else func
-            self._set(t, Node.derived(pure, made, spec, index, name, t.device.type))
+    def revive(self, tensors: Sequence[Tensor]) -> None:
+        """A reentrant checkpoint detaches its inputs and has them require gradients again."""
+        if self._by_memory is None:
+            return
+        for t in tensors:
+            if t.requires_grad and t.is_leaf and self._origins.get(t) is CONSTANT:
+                known = self._by_memory.get(_memory_of(t))
+                self._origins[t] = known if type(known) is Node else CONSTANT
 
 
-def _refuse(error: BatchError, backward: bool) -> None:
-    raise error
-
-
-def _is_random(args: Any, kwargs: Any) -> bool:
-    """``dropout(x, p, training)`` does nothing when it is not training or p is 0."""
-    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-    return bool(training) and p != 0
-
-
-def _at(t: Tensor) -> int:
-    """Where its memory begins; 0 where it has none of its own."""
+def _memory_of(t: Tensor) -> Any:
+    """Where a tensor is and how it is laid out; None if it has no memory of its own."""
+    if isinstance(t, FakeTensor):
+        return None
     try:
-        return t.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # inside vmap, sparse tensors
-        return 0
+        return t.data_ptr(), tuple(t.shape), t.stride(), t.device
+    except RuntimeError:  # a tensor without storage: inside vmap and the like
+        return None
+
+
+def _own_tensors(modules: Iterable[nn.Module]) -> set[int]:
+    """The ids of all attributes of the modules: parameters, buffers and plain attributes. Types are
+    not checked, because that takes longer than adding the id. Tensors in short lists and
+    dictionaries are included (peft keeps the tokens of its prompts in one)."""
+    own: set[int] = set()
+    for module in modules:
+        held = vars(module)
+        buffers, params = buffers_of(module).values(), parameters_of(module).values()
+        own.update(map(id, params), map(id, buffers), map(id, held.values()))
+        for name, x in held.items():
+            if type(x) in _CONTAINERS and 0 < len(x) <= _SHORT and name not in MODULE_ATTRIBUTES:
+                own.update(map(id, tensors_in(x)))
+    return own
+
+
+_CONTAINERS, _SHORT = (dict, list, tuple), 64

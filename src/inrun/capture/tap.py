@@ -1,159 +1,64 @@
-"""The tap in the autograd graph, the micro-batch that it fills, and helpers for tensors."""
+"""The autograd functions that hand δ to the capture: the tap, and fused ops.
+
+A tap is an identity on the output of an operation. The operation itself and its backward kernels
+run unchanged.
+
+A fused op is the operation and its tap in one autograd function. A linear layer of a sequence is a
+product between two views, and with a tap five nodes of the graph; on a CPU a node costs as much as
+a small product. So with ``training="fast"``, linear layers and LayerNorm become one node once their
+call is known. The records are those of the operation's rule.
+"""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
+import torch.nn.functional as F
+from torch import Tensor
 
-from inrun.errors import refusal, written_to
-from inrun.gradients import Call, Dense, Record
-from inrun.gradients.cost import MANY
-from inrun.gradients.nodes import Node
-from inrun.gradients.records import Aligned, Lookup, wide_type
-from inrun.tensors.autocast import Autocast, no_autocast
-from inrun.tensors.layout import tensors_in
+from inrun.errors import refusal
+from inrun.gradients import Call
+from inrun.tensors.arguments import present
+from inrun.tensors.autocast import no_autocast
 from inrun.torch_compat import (
-    MODULE_ATTRIBUTES,
     SAVES_OUTPUT,
     DisableTorchFunction,
-    FakeTensor,
     base_of,
-    buffers_of,
     functorch_transforms_active,
-    parameters_of,
     unsafe_view,
-    version_of,
 )
 
+if TYPE_CHECKING:
+    from inrun.capture.site import Site
 
-@dataclass
-class MicroBatch:
-    """The records of one ``with run.batch(ids)``."""
-
-    B: int
-    autocast: Autocast | None = None
-    records: dict[Node, list[Record]] = field(default_factory=dict)
-    fixed: list[tuple[Tensor, int]] = field(default_factory=list)  # not to be written to: versions
-    met: bool = False  # did a parameter meet an example?
-    claims: dict[str, str] = field(default_factory=dict)  # that a parameter met, and in what
-    fired: bool = False  # did a gradient arrive?
-    backward: bool = False  # did a backward pass run?
-    _by_root: dict[str, list[Node]] | None = field(default=None, repr=False)
-    _counted: int = 0
-
-    def add(self, node: Node, record: Record, directions: int = 1) -> int:
-        """Keep a record; returns the bytes that it adds. Materialised gradients of the same operand
-        are summed. With many directions, look-ups are added to them too, because each direction
-        would repeat the look-up."""
-        kept = self.records.setdefault(node, [])
-        for i, other in enumerate(kept):
-            if not isinstance(other, Dense):
-                continue
-            if isinstance(record, Dense):
-                kept[i] = other + record
-                return 0
-            if isinstance(record, Lookup) and directions >= MANY and record.joins(other):
-                record.add_to(other.grads)
-                return 0
-        kept.append(record)
-        return record.bytes
-
-    def nodes(self, names: Collection[str]) -> Iterator[tuple[Node, list[Record]]]:
-        """The nodes that one of these parameters moves, with their records."""
-        if any(version_of(t) != version for t, version in self.fixed):
-            raise written_to()
-        if self._by_root is None or self._counted != len(self.records):
-            self._by_root, self._counted = {}, len(self.records)
-            for node in self.records:
-                for root in node.roots:
-                    self._by_root.setdefault(root, []).append(node)
-        if len(names) >= len(self._by_root):
-            return iter([(n, r) for n, r in self.records.items() if not n.roots.isdisjoint(names)])
-        found = dict.fromkeys(n for k in names for n in self._by_root.get(k, ()))
-        return iter([(node, self.records[node]) for node in found])
-
-    def energy(self) -> float:
-        """Σ_i ‖g_i‖², up to a few per cent: see ``Record.energy``."""
-        parts = [r.energy().double() for records in self.records.values() for r in records]
-        return float(torch.stack([x.to(parts[0].device) for x in parts]).sum())
-
-
-@dataclass(eq=False)
-class Tapped:
-    """What the tap needs in the backward pass, when δ arrives.
-
-    ``batched``: the leaves that belong to the examples. ``summed``: the parametric ones whose
-    gradient is to be the sum of their per-example gradients. The operation saw them detached; their
-    gradients come from the tap. ``detached``: all leaves that it saw so.
-    """
-
-    rule: Any
-    micro: MicroBatch
-    batched: tuple[int, ...]
-    detached: tuple[int, ...]
-    summed: tuple[int, ...]
-    receive: Callable[[Tapped, Call, Tensor, Sequence[int]], Sequence[Tensor | None]]
-
-    def records(self, call: Call, delta: Tensor) -> list[tuple[Node, Record]]:
-        try:
-            return list(self.rule(call, delta))
-        except NotImplementedError as e:
-            raise refusal(call, [delta], str(e)) from None
-
-    def lasting(self, call: Call, delta: Tensor, loose: Sequence[int]) -> list[tuple[Node, Record]]:
-        """Records that stay as they are whatever is written to the ``loose`` leaves: data and
-        masks that are filled anew in place for the next micro-batch."""
-        pairs = self.records(call, delta)
-        if not loose or all(type(r) in (Dense, Aligned) for _, r in pairs):
-            return pairs
-        leaves = list(call.leaves)
-        for i in loose:
-            leaves[i] = leaves[i].clone()
-        return self.records(call.with_(leaves=leaves), delta)
-
-    def totals(
-        self,
-        call: Call,
-        pairs: Sequence[tuple[Node, Record]],
-        add: Callable[[Tensor], Tensor] | None = None,
-    ) -> list[Tensor]:
-        """Σ_i g_i of the summed leaves, in at least float32."""
-        found, add = [], add or added
-        for leaf in self.summed:
-            own = call.nodes[leaf]
-            parts = [add(record.rows()) for node, record in pairs if node is own]
-            found.append(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
-        return found
-
-
-def added(rows: Tensor) -> Tensor:
-    """Σ_i rows_i."""
-    return rows.sum(0, dtype=wide_type(rows.dtype))
+# (site, call, δ, loose leaves) → gradients of the tap's extras
+Receive: TypeAlias = "Callable[[Site, Call, Tensor, Sequence[int]], Sequence[Tensor]]"
 
 
 class Tap(torch.autograd.Function):
-    """The identity; its backward hands δ to the capture.
+    """The identity; its backward hands δ to ``receive``.
 
     Inputs that belong to the examples are saved the way autograd saves its own, so activation
     checkpointing drops and recomputes them like the rest. ``extras`` are inputs that take no part
-    in the forward pass; the capture's answer is their gradients.
+    in the forward pass; the answer of ``receive`` is their gradients. ``trigger`` puts the tap into
+    the graph where nothing else would (a probe, whose parameters are detached); it gets none.
     """
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, call: Call, tap: Tapped, *extras: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, out: Tensor, call: Call, site: Site, receive: Receive,
+        trigger: Tensor | None, *extras: Tensor,
+    ) -> Tensor:  # fmt: skip
         leaves = list(call.leaves)
-        ctx.save_for_backward(*[leaves[i] for i in tap.batched])
+        ctx.save_for_backward(*[leaves[i] for i in site.batched])
         ctx.loose = _not_computed(leaves, call.nodes)
-        for i in tap.batched:
+        for i in site.batched:
             leaves[i] = None
         ctx.dtypes = [x.dtype for x in extras]
-        ctx.tap, ctx.call, ctx.leaves = tap, call.with_(leaves=()), leaves
+        ctx.site, ctx.receive, ctx.call, ctx.leaves = site, receive, call.with_(leaves=()), leaves
         ctx.mark_dirty(out)
         return out
 
@@ -161,21 +66,21 @@ class Tap(torch.autograd.Function):
     def backward(ctx: Any, delta: Tensor) -> Any:
         saved = ctx.saved_tensors  # may be recomputed here
         with DisableTorchFunction():
-            return delta, None, None, *_received(ctx, saved, delta)
+            return delta, None, None, None, None, *_received(ctx, saved, delta)
 
 
-def _received(ctx: Any, saved: Sequence[Tensor], delta: Tensor) -> list[Tensor | None]:
+def _received(ctx: Any, saved: Sequence[Tensor], delta: Tensor) -> list[Tensor]:
     """Hand δ to the capture; returns the gradients of the tap's extras."""
-    tap, leaves = ctx.tap, ctx.leaves.copy()
-    for i, x in zip(tap.batched, saved, strict=True):
+    site, leaves = ctx.site, ctx.leaves.copy()
+    for i, x in zip(site.batched, saved, strict=True):
         leaves[i] = x.detach()
     call = ctx.call.with_(leaves=leaves)
-    refuse_again(call, delta)
+    _refuse_again(call, delta)
     with no_autocast(device_of(delta)):
-        whole = delta if delta.shape == call.shape else delta.reshape(call.shape)
-        given = tap.receive(tap, call, whole, ctx.loose)
+        shaped = delta if delta.shape == call.shape else delta.reshape(call.shape)
+        given = ctx.receive(site, call, shaped, ctx.loose)
     types = zip(given, ctx.dtypes, strict=True)
-    return [g if g is None or g.dtype == t else g.to(t) for g, t in types]
+    return [g if g.dtype == t else g.to(t) for g, t in types]
 
 
 def _not_computed(leaves: Sequence[Any], nodes: Sequence[Any]) -> list[int]:
@@ -187,14 +92,14 @@ def _not_computed(leaves: Sequence[Any], nodes: Sequence[Any]) -> list[int]:
     ]
 
 
-def refuse_again(call: Call, delta: Tensor) -> None:
+def _refuse_again(call: Call, delta: Tensor) -> None:
     """A backward pass that is to be differentiated itself is refused."""
     if torch.is_grad_enabled():
         why = "its gradient is differentiated again (create_graph=True)"
         raise refusal(call, [delta], why)
 
 
-def applied(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
+def _apply(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
     """``function.apply`` without its support for torch.func where no transform is active."""
     bare: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
@@ -204,61 +109,13 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
     return apply
 
 
-apply_tap = applied(Tap)
-
-
-class Known:
-    """Weak dictionary from tensor to info. (torch's own WeakTensorKeyDictionary is slower.)"""
-
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
-
-    def get(self, t: Tensor) -> Any:
-        entry = self._entries.get(id(t))
-        return entry[1] if entry is not None and entry[0]() is t else None
-
-    def __setitem__(self, t: Tensor, info: Any) -> None:
-        self._entries[id(t)] = weakref.ref(t), info
-
-    def alive(self) -> Iterator[tuple[Tensor, Any]]:
-        for tensor, info in self._entries.values():
-            if (t := tensor()) is not None:
-                yield t, info
-
-
-def own_tensors(modules: Iterable[nn.Module]) -> set[int]:
-    """The ids of all attributes of the modules: parameters, buffers and plain attributes. Types are
-    not checked, because that takes longer than adding the id. Tensors in short lists and
-    dictionaries are included (peft keeps the tokens of its prompts in one)."""
-    own: set[int] = set()
-    for module in modules:
-        held = vars(module)
-        buffers, params = buffers_of(module).values(), parameters_of(module).values()
-        own.update(map(id, params), map(id, buffers), map(id, held.values()))
-        for name, x in held.items():
-            if type(x) in _HOLDERS and 0 < len(x) <= _SHORT and name not in MODULE_ATTRIBUTES:
-                own.update(map(id, tensors_in(x)))
-    return own
-
-
-_HOLDERS, _SHORT = (dict, list, tuple), 64
-
-
-def put(target: Tensor, index: Any, value: Tensor) -> Tensor:
-    """``target[index] = value`` as a function."""
-    out = target.clone()
-    out[index] = value
-    return out
-
-
-def shape_of(x: Tensor) -> Tensor:
-    """A tensor of this shape and type that takes no memory."""
-    return x.detach().new_zeros(()).expand(x.shape)
+apply_tap = _apply(Tap)
 
 
 def tapped(
-    tap: Callable[..., Tensor], out: Tensor, call: Call, tapping: Tapped, extras: Sequence[Tensor]
-) -> Tensor:
+    apply: Callable[..., Tensor], out: Tensor, call: Call, site: Site, receive: Receive,
+    trigger: Tensor | None, extras: Sequence[Tensor],
+) -> Tensor:  # fmt: skip
     """The output with a tap.
 
     The tap marks its input as written to. A node that saved its own output needs a copy; what is
@@ -266,17 +123,19 @@ def tapped(
     """
     base = base_of(out)
     if base is not None and _same_numbers(out, base) and not _saves_output(base):
-        return unsafe_view(tap(base, call, tapping, *extras), out.shape)
+        return unsafe_view(apply(base, call, site, receive, trigger, *extras), out.shape)
     fresh = base is None and not _saves_output(out)
-    return tap(out if fresh else out.clone(), call, tapping, *extras)
+    return apply(out if fresh else out.clone(), call, site, receive, trigger, *extras)
 
 
 def _same_numbers(out: Tensor, base: Tensor) -> bool:
-    whole = out.numel() == base.numel() and out.dtype == base.dtype
-    return whole and out.is_contiguous() and base.is_contiguous() and base.grad_fn is not None
+    """Is ``out`` all of ``base``, in the same order, in another shape?"""
+    complete = out.numel() == base.numel() and out.dtype == base.dtype
+    return complete and out.is_contiguous() and base.is_contiguous() and base.grad_fn is not None
 
 
 def _saves_output(out: Tensor) -> bool:
+    """Does the autograd node behind this tensor keep it for its backward pass?"""
     kind = type(out.grad_fn)
     if kind not in _SAVES_OUTPUT:
         _SAVES_OUTPUT[kind] = any(hasattr(kind, name) for name in SAVES_OUTPUT)
@@ -286,40 +145,108 @@ def _saves_output(out: Tensor) -> bool:
 _SAVES_OUTPUT: dict[type, bool] = {}
 
 
-def sources(t: Tensor) -> tuple[str, list[Tensor]]:
-    """The custom autograd function that a tensor comes from (else its last operation), and the
-    leaves of its graph."""
-    seen, left, leaves, name = {t.grad_fn}, [t.grad_fn], [], ""
-    while left:
-        node: Any = left.pop()
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        elif isinstance(node, BackwardCFunction):
-            name = name or type(node).__name__
-        new = {f for f, _ in node.next_functions if f is not None} - seen
-        seen |= new
-        left += new
-    return name or t.grad_fn.name(), leaves  # type: ignore[union-attr]
-
-
-def kept_by(out: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
-    """The tensors that ``out.grad_fn`` saved under these names; () unless all are there."""
-    if not names:
-        return ()
-    kept = (getattr(out.grad_fn, name, None) for name in names)
-    found = tuple(x for x in kept if x is not None)
-    return found if len(found) == len(names) else ()
-
-
 def device_of(t: Tensor) -> str:
     """``t.device.type``, faster for CPU tensors."""
     return "cpu" if t.is_cpu else t.device.type
 
 
-def storage_key(t: Tensor) -> Any:
-    if isinstance(t, FakeTensor):
+# Fused ops
+
+
+@dataclass(frozen=True)
+class FusedOp:
+    """``forward`` gives the output and what is kept for the rule (``OpRule.kept``), ``backward``
+    the gradient of the input. ``names`` are the arguments; the last ``optional`` may be missing."""
+
+    forward: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
+    backward: Callable[[Call, Tensor], Tensor]
+    names: tuple[str, ...]
+    optional: int = 0
+
+
+def _linear(x: Tensor, W: Tensor, b: Tensor | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    flat = x.reshape(-1, x.shape[-1])  # [B·T, I]
+    out = flat @ W.t() if b is None else torch.addmm(b, flat, W.t())  # [B·T, O]
+    shape = (*x.shape[:-1], W.shape[0])
+    return unsafe_view(out, shape), ()  # no view: it may be written to
+
+
+def _linear_backward(call: Call, delta: Tensor) -> Tensor:
+    x, W = call.leaves[:2]
+    return (delta.reshape(-1, W.shape[0]) @ W).view(x.shape)
+
+
+def _layer_norm(
+    x: Tensor, shape: Any, w: Tensor | None, b: Tensor | None, eps: float
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    out, mean, deviation = torch.native_layer_norm(x, shape, w, b, eps)
+    return out, (mean, deviation)
+
+
+def _layer_norm_backward(call: Call, delta: Tensor) -> Tensor:
+    x, shape, w, b, _ = call.leaves
+    mask = [True, False, False]
+    return torch.ops.aten.native_layer_norm_backward(delta, x, shape, *call.kept, w, b, mask)[0]
+
+
+_FUSED_OPS = {
+    F.linear: FusedOp(_linear, _linear_backward, ("input", "weight", "bias"), optional=1),
+    F.layer_norm: FusedOp(
+        _layer_norm, _layer_norm_backward, ("input", "normalized_shape", "weight", "bias", "eps")
+    ),
+}
+
+
+def fused_op(call: Call, func: Any, summed: tuple[int, ...]) -> FusedOp | None:
+    """The fused op for a call: on a CPU, arguments in their order, only the input belongs to the
+    examples, and the gradients of all parameters are sums. None where one of these is untrue."""
+    found, leaves = _FUSED_OPS.get(func), call.leaves
+    if found is None or not summed or present(call.layouts) != (0,) or not leaves[0].is_cpu:
         return None
-    try:
-        return t.data_ptr(), tuple(t.shape), t.stride(), t.device
-    except RuntimeError:  # a tensor without storage: inside vmap and the like
+    if leaves[0].is_complex():
         return None
+    complete = len(leaves) >= len(found.names) - found.optional
+    in_order = all(call.at(i, found.names[i]) == i for i in range(len(leaves)))
+    return found if complete and in_order and set(summed) == set(present(call.nodes)) else None
+
+
+class Fused(torch.autograd.Function):
+    """An operation with its tap; ``params`` are the leaves that the tap sums."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, call: Call, site: Site, receive: Receive, *params: Tensor
+    ) -> Tensor:
+        assert site.fused is not None
+        out, kept = site.fused.forward(*call.leaves)
+        ctx.save_for_backward(x, *params, *kept)
+        leaves = list(call.leaves)
+        for i in (0, *site.summed):
+            leaves[i] = None
+        ctx.site, ctx.receive, ctx.loose = site, receive, () if x.requires_grad else (0,)
+        ctx.call, ctx.leaves = call.with_(leaves=()), leaves
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, delta: Tensor) -> Any:
+        saved = ctx.saved_tensors
+        with DisableTorchFunction():
+            return _fused_backward(ctx, saved, delta)
+
+
+def _fused_backward(ctx: Any, saved: Sequence[Tensor], delta: Tensor) -> Any:
+    """Hand δ to the capture; returns the gradients of the input and of the parameters."""
+    site, leaves = ctx.site, ctx.leaves.copy()
+    places = (0, *site.summed)
+    for i, t in zip(places, saved, strict=False):
+        leaves[i] = t.detach()
+    call = ctx.call.with_(leaves=leaves, kept=saved[len(places) :])
+    _refuse_again(call, delta)
+    with no_autocast("cpu"):
+        totals = ctx.receive(site, call, delta, ctx.loose)
+        dx = site.fused.backward(call, delta) if ctx.needs_input_grad[0] else None
+    given = zip(totals, site.summed, strict=True)
+    return dx, None, None, None, *[g.to(leaves[i].dtype) for g, i in given]
+
+
+run_fused = _apply(Fused)

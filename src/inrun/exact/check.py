@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from inrun.capture.tap import MicroBatch
+from inrun.capture.micro_batch import MicroBatch
 from inrun.exact import reference
 from inrun.gradients.nodes import pull_back
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inrun.capture.anchors import named_tensors
 from inrun.capture.capture import Capture
-from inrun.capture.tap import MicroBatch
+from inrun.capture.inputs import named_tensors
+from inrun.capture.micro_batch import MicroBatch
 from inrun.exact import reference
 from inrun.exact.check import Check, gradient_errors, per_example
 from inrun.tensors.autocast import as_it_was

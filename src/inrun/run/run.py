@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from inrun.capture.capture import Capture
-from inrun.capture.tap import MicroBatch
+from inrun.capture.micro_batch import MicroBatch
 from inrun.errors import BatchError
 from inrun.exact.check import PERMUTATIONS, Check
 from inrun.exact.repeat import Recording
@@ -90,7 +90,8 @@ class Run(Summary, Tables):
         self._recording = threading.RLock()  # tables may be asked for in another thread
         self._taking: tuple[StepRecord, Score | Begun] | None = None  # inside optimizer.step()
         self._empty, self._unscored = EmptyBatches(), Unscored()
-        self._capture.on_empty, self._capture.held = self._empty.ended, held_by(optimizer)
+        self._capture.on_empty = self._empty.ended
+        self._capture.provenance.held = held_by(optimizer)
         self._id_type: type | None = None
         self._check: Check | None = None
         self._depth = 0  # an optimizer whose step() calls its base class's runs the hooks twice
@@ -147,7 +148,7 @@ class Run(Summary, Tables):
             return
         self._pending.append((array, micro))
         self._scorer.accumulated.note(self.params, audit=self._audited())
-        outsiders = list(self._capture.outsiders.values())
+        outsiders = list(self._capture.provenance.outsiders.values())
         if self._unscored.look(self._left_out, outsiders, self.optimizer) and self._described:
             self._store.update_info(**describe(self.model, self.optimizer, self.coverage()))
 
@@ -358,14 +359,14 @@ class Run(Summary, Tables):
     def _rescan(self) -> None:
         """Find the scored parameters again if layers were frozen, unfrozen or added."""
         modules = modules_of(self.model)
-        self._capture.modules = self._validator.modules = modules
+        self._capture.provenance.modules = self._validator.modules = modules
         before, self._trainable = self._trainable, trainable(modules, self.optimizer)
         if before != self._trainable:
             found = scored_parameters(self.model, self.optimizer, self.config.ignore)
             self.params, self._left_out = found
             self._scorer.params = self.params
             self._capture.watch(self.params)
-            self._capture.held = held_by(self.optimizer)
+            self._capture.provenance.held = held_by(self.optimizer)
 
     def _drop_skipped(self) -> None:
         """Drop the records of a step that GradScaler skipped: its gradients were cleared."""

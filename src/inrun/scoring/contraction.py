@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from inrun import kernels
-from inrun.capture.tap import MicroBatch
+from inrun.capture.micro_batch import MicroBatch
 from inrun.gradients import Dense, Record
 from inrun.gradients.nodes import Node, directions
 from inrun.gradients.records import Lookup, wide

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from inrun.capture.tap import MicroBatch
+from inrun.capture.micro_batch import MicroBatch
 from inrun.gradients.cost import TOGETHER
 from inrun.gradients.records import wide
 from inrun.kernels import rows_in_order

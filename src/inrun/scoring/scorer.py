@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from inrun.capture.tap import MicroBatch
+from inrun.capture.micro_batch import MicroBatch
 from inrun.errors import CaptureError
 from inrun.exact.check import Check, compare, gradient_errors, per_example
 from inrun.exact.repeat import verified_rows

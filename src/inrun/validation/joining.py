@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inrun.capture.tap import Known
+from inrun.capture.provenance import TensorMap
 from inrun.errors import BatchError, CaptureError
 from inrun.tensors.autocast import no_autocast
 from inrun.torch_compat import tree_flatten, version_of
@@ -52,7 +52,8 @@ class Joining:
         self.allowed = batch_dim == 0
         self._used: dict[Any, int] = {}  # how often a measured set came back
         self._seen: dict[Any, None] = {}
-        self._counted, self._tokens = Known(), Known()
+        self._counted: TensorMap[Any] = TensorMap()
+        self._tokens: TensorMap[int] = TensorMap()
         self._next = self._measured = self._undecided = 0
 
     @property

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from inrun.capture.capture import Capture
-from inrun.capture.tap import MicroBatch
+from inrun.capture.micro_batch import MicroBatch
 from inrun.gradients.nodes import pull_back
 from inrun.gradients.records import Lookup, wide
 from inrun.torch_compat import tree_map

@@ -3,9 +3,8 @@
 ``torch.compile`` hands the graphs it captures to a backend. While a batch is open that is ours
 (``torch.compiler.set_stance(force_backend=...)``), whatever was compiled: the model, parts of it,
 a function that calls it, before or after ``watch``. The first time a graph runs it is *planned*:
-it is followed like an eager forward pass, on tensors without data, to find where parameters meet
-examples. Each of these operations then gets its tap, and the graph goes to the backend the user
-chose.
+it runs like an eager forward pass, on tensors without data, to find its sites. Each of these then
+gets its tap, and the graph goes to the backend the user chose.
 
 A compiled graph cannot hand out what its backward pass computes on the way, except as gradients of
 its inputs. So each record leaves through *slots*: extra inputs of the record's shapes that hold no
@@ -25,14 +24,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from inrun.capture.compiled.planner import (
-    Meeting,
+    CompiledTap,
     Planner,
     UnplannableError,
     fix_numbers,
     insert_taps,
     is_number,
+    note_output,
 )
-from inrun.capture.tap import MicroBatch
+from inrun.capture.micro_batch import MicroBatch
+from inrun.capture.provenance import Origin
 from inrun.gradients.nodes import Node
 from inrun.tensors.layout import tensors_in
 from inrun.torch_compat import (
@@ -99,14 +100,14 @@ class Variant:
     """One graph with its taps, compiled for inputs of one kind."""
 
     run: Callable[..., Any]
-    meetings: tuple[Meeting, ...]
-    outputs: tuple[Any, ...]  # what is known of each
+    taps: tuple[CompiledTap, ...]
+    outputs: tuple[Origin, ...]
     constants: tuple[Tensor, ...] = ()  # that tensors made of parameters are made of, too
 
     @cached_property
     def claims(self) -> dict[str, str]:
         """What its layouts rest on, with the name of an operation."""
-        operands = [(m.call, x) for m in self.meetings for x in m.call.layouts if x is not None]
+        operands = [(t.call, x) for t in self.taps for x in t.call.layouts if x is not None]
         return {claim: call.name for call, x in operands for claim in x.claims}
 
 
@@ -117,15 +118,15 @@ class Graph:
         self, capture: Capture, gm: fx.GraphModule, compile: Callable[..., Callable[..., Any]]
     ) -> None:
         self.capture, self.gm, self.compile = capture, gm, compile
-        self.aside: Callable[[], Any] = capture.paused  # context in which calls are not followed
+        self.aside: Callable[[], Any] = capture.paused  # calls are not looked at inside
         self.variants: dict[Any, Variant] = {}
         self._names = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
-        self._meetings: list[list[Meeting]] = []  # as the compiled graphs hold them
+        self._taps: list[list[CompiledTap]] = []  # as the compiled graphs hold them
 
     def close(self) -> None:
         self.variants.clear()
-        for meetings in self._meetings:
-            meetings.clear()
+        for taps in self._taps:
+            taps.clear()
         del self.capture, self.aside
 
     def call(self, *inputs: Any) -> Any:
@@ -148,21 +149,22 @@ class Graph:
 
     def _anchor(self, inputs: Sequence[Any]) -> None:
         """Data that the graph takes is what the model receives."""
-        given = [(i, x) for i, x in enumerate(inputs) if type(x) is Tensor]
-        self.capture.anchor([(f"{self._names[i]} of the compiled graph", x) for i, x in given])
+        given = [(n, x) for n, x in zip(self._names, inputs, strict=True) if type(x) is Tensor]
+        self.capture.inputs.anchor([(f"{n} of the compiled graph", x) for n, x in given])
 
     def _key(self, inputs: Sequence[Any]) -> Any:
         assert self.capture.live is not None
-        parts: list[Any] = [self.capture.live.B, torch.is_grad_enabled(), self.capture.watched]
+        provenance = self.capture.provenance
+        parts: list[Any] = [provenance.B, torch.is_grad_enabled(), provenance.watched]
         for x in inputs:
             if type(x) is nn.Parameter:  # the same each time: its identity says all
                 parts.append((id(x), x.requires_grad))
             elif is_number(x):
                 parts.append(x.item())
             elif isinstance(x, Tensor):
-                info = self.capture.info(x)
-                known = info.name if isinstance(info, Node) else info
-                own = id(x) if self.capture.owns(x) else None  # a buffer that is not replaced
+                origin = provenance.find(x)
+                known = origin.name if isinstance(origin, Node) else origin
+                own = id(x) if provenance.owns(x) else None  # a buffer that is not replaced
                 parts.append((known, tuple(x.shape), x.requires_grad, own))
             else:
                 parts.append(x)
@@ -172,30 +174,30 @@ class Graph:
         capture, live = self.capture, self.capture.live
         assert live is not None
         slots: tuple[Tensor, ...] = ()
-        if variant.meetings:
-            live.met, live.autocast = True, variant.meetings[0].call.autocast
+        if variant.taps:
+            live.met, live.autocast = True, variant.taps[0].call.autocast
             data = {x.data_ptr() for x in inputs if isinstance(x, Tensor) and not x.requires_grad}
-            slots = Receive.apply(capture.trigger, capture, live, variant.meetings, data)
+            slots = Receive.apply(capture.trigger, capture, live, variant.taps, data)
         live.claims.update(variant.claims)
         out = variant.run(*inputs, *slots)
         live.fixed += [(t, version_of(t)) for t in variant.constants]
-        for t, info in zip(tensors_in(out), variant.outputs, strict=True):
-            capture.note(t, info)
+        for t, origin in zip(tensors_in(out), variant.outputs, strict=True):
+            note_output(capture.provenance, t, origin)
             if t.requires_grad and slots:
                 t.register_hook(lambda g: capture.keeper.first_gradient(live))
         return out
 
     def _make(self, inputs: Sequence[Any]) -> Variant:
-        meetings, outputs = Planner(self.capture, self.gm).plan(inputs)
+        taps, outputs = Planner(self.capture, self.gm).plan(inputs)
         gm = fx.GraphModule(self.gm, copy.deepcopy(self.gm.graph))
         fix_numbers(gm, inputs)
-        self._meetings += meetings.values()
-        slots = insert_taps(gm, meetings)
+        self._taps += taps.values()
+        slots = insert_taps(gm, taps)
         zeros = [s.make().requires_grad_() for s in slots]
         run = self.compile(gm, [*inputs, *zeros])
-        met = tuple(m for ms in meetings.values() for m in ms)
-        constants = [t for m in met for node, _ in m.records for t in node.constants()]
-        return Variant(run, met, outputs, tuple(constants))
+        all_taps = tuple(tap for here in taps.values() for tap in here)
+        constants = [t for tap in all_taps for node, _ in tap.records for t in node.constants()]
+        return Variant(run, all_taps, outputs, tuple(constants))
 
 
 class Receive(torch.autograd.Function):
@@ -204,13 +206,13 @@ class Receive(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, trigger: Tensor, capture: Capture, micro: MicroBatch,
-        meetings: Sequence[Meeting], data: set[int],
+        taps: Sequence[CompiledTap], data: set[int],
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
-        ctx.capture, ctx.micro, ctx.meetings, ctx.data = capture, micro, meetings, data
+        ctx.capture, ctx.micro, ctx.taps, ctx.data = capture, micro, taps, data
         zeros: dict[Any, Tensor] = {}
         made = []
-        for slot in (s for m in meetings for s in m.slots):
+        for slot in (s for tap in taps for s in tap.slots):
             kind = slot.carrier, slot.device
             if kind not in zeros:
                 zeros[kind] = torch.zeros((), dtype=kind[0], device=kind[1])
@@ -220,15 +222,15 @@ class Receive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tensors: Tensor | None) -> Any:
         left = iter(tensors)
-        for meeting in ctx.meetings:
-            given = [t for t in (next(left) for _ in meeting.slots) if t is not None]
-            if len(given) < len(meeting.slots):
+        for tap in ctx.taps:
+            given = [t for t in (next(left) for _ in tap.slots) if t is not None]
+            if len(given) < len(tap.slots):
                 continue  # nothing of the loss went through here
             with DisableTorchFunction(), torch.no_grad():
                 # an input as it came: the next micro-batch may be written to its memory
                 given = [t.clone() if t.data_ptr() in ctx.data else t for t in given]
-                pairs = meeting.arrived(given)
-            ctx.capture.keeper.keep(ctx.micro, meeting.call.name, pairs)
+                pairs = tap.arrived(given)
+            ctx.capture.keeper.keep(ctx.micro, tap.call.name, pairs)
         return None, None, None, None, None
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from inrun.capture.meeting import apart, operate, prepare
-from inrun.capture.tap import MicroBatch, Tap, Tapped, tapped
+from inrun.capture.provenance import CONSTANT, Origin, Provenance, follows_rows
+from inrun.capture.site import Site
+from inrun.capture.tap import Tap, tapped
 from inrun.errors import CaptureError
 from inrun.gradients import Call, Record
 from inrun.gradients.call import operand
@@ -24,7 +25,7 @@ from inrun.gradients.linear import padded
 from inrun.gradients.nodes import Node, value
 from inrun.gradients.records import Aligned, Dense, Lookup, Pair, short_by, wide_type
 from inrun.tensors.arguments import flatten
-from inrun.tensors.layout import Layout, name_of, tensors_in
+from inrun.tensors.layout import name_of, tensors_in
 from inrun.torch_compat import (
     DisableTorchFunction,
     FakeTensor,
@@ -63,50 +64,51 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """The ``index``-th call inside a node of the graph: parameters meet examples.
+class CompiledTap:
+    """A tap inside a compiled graph: its site is the ``index``-th call inside a node of the graph.
 
-    ``records`` are templates without data; where one of them cannot be made of tensors alone (a
-    ``Replay``), δ and the examples' operands leave instead (``raw``), and the rule runs outside.
+    ``call`` is the site's with the leaves that are known when the graph is planned. ``records`` are
+    templates without data; where one of them cannot be made of tensors alone (a ``Replay``), δ and
+    the examples' operands leave instead (``raw``), and the rule runs outside.
     """
 
     index: int
-    call: Call  # without the examples' tensors
-    tap: Tapped
+    site: Site
+    call: Call
     opened: tuple[int, ...]  # composite calls of the node, whose inner calls count
     records: tuple[tuple[Node, Record], ...]
     raw: bool
     slots: tuple[Slot, ...]
 
     @cached_property
-    def plain(self) -> bool:
-        """Per-example gradients and nothing else."""
+    def only_dense(self) -> bool:
+        """Are its records per-example gradients and nothing else?"""
         return not self.raw and all(type(r) is Dense for _, r in self.records)
 
-    def send(self, tap: Tapped, call: Call, delta: Tensor, loose: Any = ()) -> list[Tensor]:
-        """Inside the graph: gradients of what is summed, then of the slots."""
-        pairs = tap.records(call, delta)
+    def send(self, site: Site, call: Call, delta: Tensor, loose: Any = ()) -> list[Tensor]:
+        """Inside the graph: gradients of the summed leaves, then of the slots."""
+        pairs = site.records(call, delta)
         tensors = [t for _, record in pairs for t in record.tensors()]
         if self.raw:
-            tensors = [delta, *(call.leaves[i] for i in tap.batched)]
-        return [*tap.totals(call, pairs, _unrolled), *tensors]
+            tensors = [delta, *(call.leaves[i] for i in site.batched)]
+        return [*site.totals(call, pairs, _unrolled), *tensors]
 
     def arrived(self, tensors: Sequence[Tensor]) -> list[tuple[Node, Record]]:
-        """Outside: the records again."""
-        if self.plain:
+        """Outside: make records of the tensors that left through the slots."""
+        if self.only_dense:
             return [(r[0], _dense(t)) for r, t in zip(self.records, tensors, strict=True)]
         given = [t.to(s.dtype) for t, s in zip(tensors, self.slots, strict=True)]
         if self.raw:
             leaves = list(self.call.leaves)
-            for i, x in zip(self.tap.batched, given[1:], strict=True):
+            for i, x in zip(self.site.batched, given[1:], strict=True):
                 leaves[i] = x
             for i, node in enumerate(self.call.nodes):
                 if node is not None:
                     leaves[i] = value(node)
-            return self.tap.records(replace(self.call, leaves=tuple(leaves)), given[0])
+            return self.site.records(self.call.with_(leaves=leaves), given[0])
         left = iter(given)
-        whole = [(node, record.map(lambda _: next(left))) for node, record in self.records]
-        return [(n, _dense(r.grads) if isinstance(r, Dense) else r) for n, r in whole]
+        filled = [(node, record.map(lambda _: next(left))) for node, record in self.records]
+        return [(n, _dense(r.grads) if isinstance(r, Dense) else r) for n, r in filled]
 
 
 def _dense(rows: Tensor) -> Dense:
@@ -123,19 +125,19 @@ def _unrolled(rows: Tensor) -> Tensor:
     return total
 
 
-def insert_taps(gm: fx.GraphModule, meetings: dict[str, list[Meeting]]) -> list[Slot]:
+def insert_taps(gm: fx.GraphModule, taps: dict[str, list[CompiledTap]]) -> list[Slot]:
     """Give the nodes their taps and the graph the inputs for them; returns these."""
-    slots = [s for ms in meetings.values() for m in ms for s in m.slots]
+    slots = [s for here in taps.values() for tap in here for s in tap.slots]
     with gm.graph.inserting_before(next(n for n in gm.graph.nodes if n.op != "placeholder")):
         places = iter([gm.graph.placeholder(f"inrun_slot_{i}") for i in range(len(slots))])
-    for node in [n for n in gm.graph.nodes if n.name in meetings]:
-        here = meetings[node.name]
-        own = [next(places) for m in here for _ in m.slots]
+    for node in [n for n in gm.graph.nodes if n.name in taps]:
+        here = taps[node.name]
+        own = [next(places) for tap in here for _ in tap.slots]
         target = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
-        inside = layout_unseen(node)
+        may_pad = layout_unseen(node)
         with gm.graph.inserting_after(node):
             new = gm.graph.call_function(
-                _watched(target, here, inside), (own, *node.args), node.kwargs
+                _with_taps(target, here, may_pad), (own, *node.args), node.kwargs
             )
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
@@ -145,7 +147,7 @@ def insert_taps(gm: fx.GraphModule, meetings: dict[str, list[Meeting]]) -> list[
 
 
 def layout_unseen(node: fx.Node) -> bool:
-    """Do all that use the node's result read its numbers, wherever in memory they are?"""
+    """Does no consumer of the node's result depend on its memory layout?"""
     for user in node.users:
         name = user.target if isinstance(user.target, str) else name_of(user.target)
         if name in _PASSED_ON:
@@ -160,49 +162,47 @@ _PASSED_ON = ("flatten", "reshape", "getitem")
 _READ = ("cross_entropy", "log_softmax", "softmax", "float", "contiguous")
 
 
-def _watched(target: Any, meetings: Sequence[Meeting], inside: bool) -> Callable[..., Any]:
-    """The node's operation with its taps. Runs when the backend traces the graph. ``inside``:
-    the layout of its result is nobody else's business."""
+def _with_taps(target: Any, taps: Sequence[CompiledTap], may_pad: bool) -> Callable[..., Any]:
+    """The node's operation with its taps. Runs when the backend traces the graph. ``may_pad``:
+    no consumer depends on the memory layout of its result."""
 
-    def watched(slots: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        with _Taps(meetings, slots, inside):
+    def with_taps(slots: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        with _InsertTaps(taps, slots, may_pad):
             return target(*args, **kwargs)
 
-    return watched
+    return with_taps
 
 
-class _Taps(TorchFunctionMode):
+class _InsertTaps(TorchFunctionMode):
     """Counts calls as the planner did, and taps those that it marked."""
 
-    def __init__(self, meetings: Sequence[Meeting], slots: Sequence[Tensor], inside: bool) -> None:
+    def __init__(self, taps: Sequence[CompiledTap], slots: Sequence[Tensor], may_pad: bool) -> None:
         super().__init__()
-        self.meetings = {m.index: m for m in meetings}
-        self.opened = {i for m in meetings for i in m.opened}
-        self.slots, self.count, self.inside = iter(slots), 0, inside
+        self.taps = {tap.index: tap for tap in taps}
+        self.opened = {i for tap in taps for i in tap.opened}
+        self.slots, self.count, self.may_pad = iter(slots), 0, may_pad
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         index, self.count = self.count, self.count + 1
-        meeting = self.meetings.get(index)
-        if meeting is None:
+        tap = self.taps.get(index)
+        if tap is None:
             if index not in self.opened:
                 return func(*args, **kwargs)
             with self:
                 return composite(func)(*args, **kwargs)
-        planned = meeting.call
+        site = tap.site
         leaves, spec = flatten(args, kwargs)
-        call = prepare(
-            func, leaves, spec, planned.nodes, planned.layouts, planned.B, planned.form
-        )  # fmt: skip
-        call = call.with_(layout=planned.layout, autocast=planned.autocast)
-        summed = meeting.tap.summed
-        missing = _short_by(func, call) if self.inside else 0
-        run = partial(padded, missing=missing) if missing else func
-        out = operate(run, apart(leaves, meeting.tap.detached), spec)
-        slots = [next(self.slots) for _ in meeting.slots]
-        tap = replace(meeting.tap, receive=meeting.send)
-        extras = [*(leaves[i] for i in summed), *slots]
-        out = tapped(Tap.apply, out, call.with_(shape=out.shape), tap, extras)
+        given, saved = site.arguments(leaves)
+        call = tap.call.with_(leaves=saved, spec=spec)
+        missing = _short_by(func, call) if self.may_pad else 0
+        operation = partial(padded, missing=missing) if missing else func
+        given_args, given_kwargs = spec.unflatten(given)
+        out = operation(*given_args, **given_kwargs)
+        slots = [next(self.slots) for _ in tap.slots]
+        extras = [*(leaves[i] for i in site.summed), *slots]
+        call = call.with_(shape=out.shape)
+        out = tapped(Tap.apply, out, call, site, tap.send, None, extras)
         return out[..., :-missing] if missing else out
 
 
@@ -216,49 +216,45 @@ def _short_by(func: Any, call: Call) -> int:
 
 
 class Planner(fx.Interpreter):
-    """Follows a graph on tensors without data and notes where parameters meet examples."""
+    """Runs a graph on tensors without data and notes its sites."""
 
     def __init__(self, capture: Capture, gm: fx.GraphModule) -> None:
         super().__init__(gm)
-        self.capture = capture
-        self.meetings: dict[str, list[Meeting]] = {}
+        self.provenance = capture.provenance
+        self.interceptor = capture.planner(self._note)
+        self.taps: dict[str, list[CompiledTap]] = {}
         self.fixed: set[fx.Node] = set()  # the same whenever this plan is used
         self.made: set[fx.Node] = set()  # of these, made of numbers alone
         self.node: fx.Node | None = None
 
-    def plan(self, inputs: Sequence[Any]) -> tuple[dict[str, list[Meeting]], tuple[Any, ...]]:
-        """The meetings by node, and what is known of each output."""
+    def plan(
+        self, inputs: Sequence[Any]
+    ) -> tuple[dict[str, list[CompiledTap]], tuple[Origin, ...]]:
+        """The taps by node of the graph, and the origin of each output."""
         self.garbage_collect_values = False
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        infos = [self.capture.info(x) if isinstance(x, Tensor) else None for x in inputs]
-        given = []
-        for x, info in zip(inputs, infos, strict=True):
-            examples = type(info) is Layout or (info is not None and info.name != "constant")
-            examples &= not isinstance(info, Node)
-            given.append(fake.from_tensor(x, static_shapes=True) if examples else x)
+        given = list(inputs)
+        for i, x in enumerate(inputs):
+            origin = self.provenance.find(x) if isinstance(x, Tensor) else CONSTANT
+            if origin is not CONSTANT and not isinstance(origin, Node):
+                given[i] = fake.from_tensor(x, static_shapes=True)
+                note_output(self.provenance, given[i], origin)
         devices = {x.device for x in inputs if isinstance(x, Tensor) and x.is_cuda}
-        with (
-            warnings.catch_warnings(),
-            torch.random.fork_rng(devices),
-            self.capture.planning(self._note),
-        ):
+        with warnings.catch_warnings(), torch.random.fork_rng(devices), self.interceptor.mode:
             warnings.simplefilter("ignore")  # torch's own, on tensors without data
-            for x, info in zip(given, infos, strict=True):
-                if isinstance(x, FakeTensor):
-                    self.capture.note(x, info)
             try:
                 out = self.run(*given)
             except UnplannableError as e:
                 raise UnplannableError(str(e).splitlines()[0]) from None
             except (CaptureError, RuntimeError, NotImplementedError, TypeError) as e:
                 raise UnplannableError(f"{type(e).__name__}: {str(e).splitlines()[0]}") from e
-            known = tuple(self.capture.info(t) for t in tensors_in(out))
-        if any(isinstance(x, Node) for x in known):
+        origins = self.provenance.find_all(tensors_in(out))
+        if any(isinstance(x, Node) for x in origins):
             raise UnplannableError("it returns a tensor made of parameters alone")
-        return self.meetings, known
+        return self.taps, tuple(origins)
 
     def run_node(self, n: fx.Node) -> Any:
-        self.node, self.capture.calls, self.capture.opened = n, 0, []
+        self.node, self.interceptor.calls, self.interceptor.opened = n, 0, []
         out = super().run_node(n)
         self._settle(n, out)
         if n.op.startswith("call") and isinstance(out, Tensor):
@@ -266,13 +262,13 @@ class Planner(fx.Interpreter):
         return out
 
     def _settle(self, n: fx.Node, out: Any) -> None:
-        """Will the node be the same whenever this plan is used? Numbers are part of what plans are
-        chosen by, and so is what is made of them alone; a tensor of the model's own and views of
-        it follow what happens to it."""
+        """Note whether the node is the same whenever this plan is used. Numbers are: a plan is
+        chosen by them, so what is made of numbers alone is the same, too. The model's own tensors
+        and views of them may change, but are then read anew."""
         inputs = n.all_input_nodes
         if n.op in ("placeholder", "get_attr"):
             made = not isinstance(out, Tensor) or is_number(out)
-            owned = isinstance(out, Tensor) and self.capture.owns(out)
+            owned = isinstance(out, Tensor) and self.provenance.owns(out)
         else:
             made = all(a in self.made for a in inputs)
             known = all(a in self.fixed for a in inputs) and isinstance(out, Tensor)
@@ -284,11 +280,11 @@ class Planner(fx.Interpreter):
 
     def _refuse_stale(self, n: fx.Node, out: Tensor) -> None:
         """A tensor made of parameters is made again when they are scored: from the same things."""
-        if not isinstance(self.capture.info(out), Node):
+        if not isinstance(self.provenance.find(out), Node):
             return
         for a in n.all_input_nodes:
             x = self.env[a]
-            own = isinstance(x, Tensor) and isinstance(self.capture.info(x), Node)
+            own = isinstance(x, Tensor) and isinstance(self.provenance.find(x), Node)
             if not own and a not in self.fixed:
                 raise UnplannableError(f"'{n.name}' mixes parameters with '{a.name}'")
 
@@ -297,27 +293,43 @@ class Planner(fx.Interpreter):
             raise UnplannableError(f"it contains '{target.name()}'")
         return super().call_function(target, args, kwargs)
 
-    def _note(self, out: Tensor, call: Call, tap: Tapped, *extras: Tensor) -> Tensor:
-        """In the place of a tap."""
+    def _note(
+        self, out: Tensor, call: Call, site: Site, receive: Any, trigger: Any, *extras: Tensor
+    ) -> Tensor:
+        """Called in the place of ``Tap.apply``: note the tap and what leaves through its slots."""
         assert self.node is not None
         out = out.reshape(call.shape)
         device = out.device.type
         with DisableTorchFunction(), torch.autocast(device, enabled=False):
-            pairs = tap.records(call, torch.empty_like(out))
+            pairs = site.records(call, torch.empty_like(out))
         raw = not all(isinstance(r, (Dense, Aligned, Pair, Lookup)) for _, r in pairs)
-        constants = [x for i, x in enumerate(call.leaves) if i not in tap.batched]
+        constants = [x for i, x in enumerate(call.leaves) if i not in site.batched]
         if raw and any(isinstance(x, FakeTensor) for x in constants):
             raise UnplannableError(f"'{call.name}' needs what is known only when it runs")
         sent = [t for _, r in pairs for t in r.tensors()]
         if raw:
-            sent = [out, *(call.leaves[i] for i in tap.batched)]
-        index = self.capture.calls - 1
-        slots = tuple(Slot.like(t) for t in sent)
-        opened, records = tuple(self.capture.opened), tuple(_bare_record(p) for p in pairs)
-        bare = replace(tap, micro=MicroBatch(call.B))
-        meeting = Meeting(index, _bare(call), bare, opened, records, raw, slots)
-        self.meetings.setdefault(self.node.name, []).append(meeting)
+            sent = [out, *(call.leaves[i] for i in site.batched)]
+        leaves = tuple(None if isinstance(x, FakeTensor) else x for x in call.leaves)
+        tap = CompiledTap(
+            index=self.interceptor.calls - 1,
+            site=site,
+            call=call.with_(leaves=leaves),
+            opened=tuple(self.interceptor.opened),
+            records=tuple((n, r.map(lambda t: torch.empty(0))) for n, r in pairs),
+            raw=raw,
+            slots=tuple(Slot.like(t) for t in sent),
+        )
+        self.taps.setdefault(self.node.name, []).append(tap)
         return out
+
+
+def note_output(provenance: Provenance, t: Tensor, origin: Origin) -> None:
+    """Note the origin of a tensor that enters or leaves a compiled graph. Constants may be in any
+    memory, so only what is made of the batch is found again there when it is recomputed."""
+    if follows_rows(origin):
+        provenance.note(t, origin)
+    else:
+        provenance.assume(t, origin)
 
 
 def is_number(x: Any) -> bool:
@@ -346,14 +358,3 @@ def _view_of(out: Tensor, t: Any) -> bool:
         and not isinstance(out, FakeTensor)
         and out.untyped_storage().data_ptr() == t.untyped_storage().data_ptr()
     )
-
-
-def _bare(call: Call) -> Call:
-    """Without the tensors that have no data."""
-    leaves = tuple(None if isinstance(x, FakeTensor) else x for x in call.leaves)
-    return replace(call, leaves=leaves)
-
-
-def _bare_record(pair: tuple[Node, Record]) -> tuple[Node, Record]:
-    node, record = pair
-    return node, record.map(lambda t: torch.empty(0))

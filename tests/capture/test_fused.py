@@ -1,4 +1,4 @@
-"""Operations that are one node with their tap, beside the same with a tap of their own."""
+"""Fused ops (operation and tap in one autograd node) beside the same operations with a tap."""
 
 import copy
 
@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import inrun
-from inrun.capture.whole import Whole
+from inrun.capture.tap import Fused
 
 CLASSES = 3
 
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 def train(kind, training, monkeypatch, apart):
-    """Values and weights after some steps, and how many nodes were whole."""
+    """Values and weights after some steps, and how many nodes were fused."""
     torch.manual_seed(0)
     dtype = torch.float32 if kind == "single" else torch.float64
     model = Net(kind).to(dtype)
@@ -46,14 +46,14 @@ def train(kind, training, monkeypatch, apart):
     x, y = torch.randn(6, 16, 4, dtype=dtype), torch.randint(0, CLASSES, (6,))
     count = [0]
     if apart:
-        monkeypatch.setattr("inrun.capture.capture.whole", lambda *args: None)
-    real = Whole.backward
+        monkeypatch.setattr("inrun.capture.site.fused_op", lambda *args: None)
+    real = Fused.backward
 
     def backward(ctx, delta):
         count[0] += 1
         return real(ctx, delta)
 
-    monkeypatch.setattr(Whole, "backward", staticmethod(backward))
+    monkeypatch.setattr(Fused, "backward", staticmethod(backward))
     with inrun.watch(
         model, optimizer, validation=[(x[:2], y[:2])], training=training, form="materialise",
         loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]),
@@ -74,7 +74,7 @@ def train(kind, training, monkeypatch, apart):
 
 
 @pytest.mark.parametrize(
-    ("kind", "whole"),
+    ("kind", "fused"),
     [
         ("usual", 3 * 3),
         ("single", 3 * 3),
@@ -86,10 +86,10 @@ def train(kind, training, monkeypatch, apart):
         ("keywords", 3),
     ],
 )
-def test_whole_operations_give_the_same(kind, whole, monkeypatch):
+def test_fused_operations_give_the_same(kind, fused, monkeypatch):
     values, weights, found = train(kind, "fast", monkeypatch, apart=False)
     expected, others, none = train(kind, "fast", monkeypatch, apart=True)
-    assert (found, none) == (whole, 0)  # from the second step on, when the calls are known
+    assert (found, none) == (fused, 0)  # from the second step on, when the calls are known
     # Values are kept in float64 whatever they were computed in: sums over weights and positions,
     # each rounded in the model's precision, hence as large an error as the largest of them has.
     error = 100 * torch.finfo(weights["head.weight"].dtype).eps * float(expected.abs().max())
@@ -97,7 +97,7 @@ def test_whole_operations_give_the_same(kind, whole, monkeypatch):
     torch.testing.assert_close(weights, others)
 
 
-def test_bitwise_training_has_none(monkeypatch):
+def test_bitwise_training_fuses_nothing(monkeypatch):
     assert train("usual", "bitwise", monkeypatch, apart=False)[2] == 0
 
 

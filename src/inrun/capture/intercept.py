@@ -1,0 +1,303 @@
+"""Intercepts every call of a torch function while a batch is open.
+
+A call is one of
+
+* known: the memo has its site or the origins of its outputs;
+* a site: nodes meet batched tensors. The operation runs and its output gets a tap;
+* something else: it runs, and the origins of its outputs are noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from inrun.capture.inputs import Inputs
+from inrun.capture.memo import Key, Memo, Outcome
+from inrun.capture.micro_batch import Keeper, MicroBatch
+from inrun.capture.outputs import Outputs, halves
+from inrun.capture.provenance import OUTSIDE, PAIRS, Origin, any_batched
+from inrun.capture.site import Site, Taps, has_pure_form
+from inrun.errors import nested, refusal, transformed
+from inrun.gradients import Call, op_rule
+from inrun.gradients.nodes import Node
+from inrun.tensors.arguments import flatten
+from inrun.tensors.autocast import current
+from inrun.tensors.layout import Layout, Lost, in_place, name_of, tensors_in
+from inrun.torch_compat import (
+    base_of,
+    composite,
+    functorch_transforms_active,
+    get_eval_frame_callback,
+    saved_tensors_hooks,
+    skip_code,
+    unwrapped,
+)
+
+# Calls whose results are no tensors; they are run and not looked at.
+_PASSED_ON = {
+    Tensor.dim, Tensor.size, Tensor.numel, Tensor.stride, Tensor.is_contiguous,
+    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "device", "dtype", "is_cuda")),
+}  # fmt: skip
+_BACKWARD = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+_LIKE = ("to", "type_as", "view_as", "reshape_as", "expand_as")  # use the other's type or shape
+
+
+class Mode(TorchFunctionMode):
+    """Hands each call to ``call``, unless it is paused."""
+
+    def __init__(self, call: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()
+        self.paused, self.call = False, call
+        # Where torch.compile starts in the middle of eager code, our own is no part of a graph.
+        self.hidden = torch.compiler.disable(call)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # torch.compile traces through here; its graph reaches us in compiled/backend.py
+        if torch.compiler.is_dynamo_compiling() or self.paused:
+            return func(*args, **(kwargs or {}))
+        call = self.call if get_eval_frame_callback() is None else self.hidden
+        return call(func, args, kwargs or {})
+
+
+skip_code(Mode.__torch_function__.__code__)
+
+
+class Interceptor:
+    """Runs the calls of one forward pass and taps its sites.
+
+    The capture has one for eager code. The planner of a compiled graph has its own, which shares
+    the capture's provenance and has no memo: it sees each call once, on tensors without data.
+    """
+
+    def __init__(
+        self, inputs: Inputs, outputs: Outputs, taps: Taps, keeper: Keeper, memo: Memo | None
+    ) -> None:
+        self.inputs, self.outputs, self.provenance = inputs, outputs, outputs.provenance
+        self.taps, self.keeper, self.memo = taps, keeper, memo
+        self.micro: MicroBatch | None = None
+        self.calls = 0  # calls seen, and which of them were composite (for the planner)
+        self.opened: list[int] = []
+        self.mode = Mode(self.call)
+
+    def open(self, micro: MicroBatch | None) -> None:
+        """Put the records of all taps from now on into this micro-batch (None: it is over)."""
+        self.micro = micro
+        self.receive: Any = None if micro is None else partial(self.keeper.receive, micro)
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """One intercepted call."""
+        self.calls += 1
+        if func in _PASSED_ON:
+            return func(*args, **kwargs)
+        if func in _BACKWARD:
+            return self._run_backward(func, args, kwargs)
+        if functorch_transforms_active():
+            self._refuse_transformed(args, kwargs)
+        if self.memo is None:
+            return self._first_call(func, args, kwargs, None)
+        state = self.provenance.B, torch.is_grad_enabled()
+        key, known = self.memo.look_up(func, args, kwargs, *state)
+        if type(known) is Site:
+            return self._run_known_site(func, args, kwargs, known)
+        if type(known) is Outcome:
+            out = func(*args, **kwargs)
+            if not known.note(out, self.provenance):
+                self.outputs.note_batched(func, args, kwargs, out)
+            return out
+        return self._first_call(func, args, kwargs, key)
+
+    def _first_call(self, func: Any, args: Any, kwargs: Any, key: Key | None) -> Any:
+        """Analyse a call that is not in the memo, and run it."""
+        tensors = tensors_in(args, kwargs)
+        origins = self.provenance.find_all(tensors)
+        parametric = any(type(x) is Node for x in origins)
+        if parametric and not any_batched(origins):
+            origins = self._anchor_operands(func, tensors, origins)
+        batched, name = any_batched(origins), name_of(func)
+        if parametric and batched and name in _LIKE:
+            parametric = type(origins[0]) is Node
+            batched = not parametric or name not in ("to", "type_as")
+        if parametric and torch.is_grad_enabled() and name == "setitem":
+            return self._write_parameter(func, args, batched)
+        if parametric and batched and torch.is_grad_enabled():
+            return self._run_new_site(func, args, kwargs, key)
+        if parametric and batched:  # no gradients: the first pass of a reentrant checkpoint
+            self._expect_recomputation()
+        if batched and torch.is_grad_enabled():
+            self.outputs.refuse_unseen(tensors, origins)
+        before = self.outputs.before(func, args) if parametric and not batched else args
+        out = func(*args, **kwargs)
+        if batched:
+            self.outputs.note_batched(func, args, kwargs, out)
+            if self.memo is not None and key is not None and not parametric:
+                known = Outcome.of(out, self.provenance)
+                if known and not (in_place(func) and known.origins != origins[:1]):
+                    self.memo.store(key, known)
+        elif parametric:
+            self.outputs.note_parametric(func, before, kwargs, out, planning=self.memo is None)
+        elif any(x is OUTSIDE or type(x) is Layout for x in origins):
+            self.outputs.note_data(func, args, kwargs, out)
+        else:
+            self.outputs.note_constant(tensors, out)
+        return out
+
+    def _anchor_operands(
+        self, func: Any, tensors: Sequence[Tensor], origins: Sequence[Origin]
+    ) -> list[Origin]:
+        """Outside any module, data that meets a parameter is what the model receives."""
+        if any(type(x) is Layout for x in origins):
+            roots = sorted(r for x in origins if isinstance(x, Node) for r in x.roots)
+            name = f"the operand of '{name_of(func)}' with {', '.join(roots[:2])}"
+            self.inputs.anchor([(name, t) for t in tensors])
+        return self.provenance.find_all(tensors)
+
+    # Sites
+
+    def _run_new_site(self, func: Any, args: Any, kwargs: Any, key: Key | None) -> Any:
+        """Nodes meet batched tensors: analyse and run the operation, and tap its output."""
+        assert self.micro is not None
+        self.micro.met = True
+        if op_rule(func) is None and (body := composite(func)) is not None:
+            self.opened.append(self.calls - 1)
+            with self.mode:
+                return body(*args, **kwargs)
+        leaves, spec = flatten(args, kwargs)
+        nodes, layouts = self.provenance.operands(leaves)
+        claims = {c: name_of(func) for x in layouts if x is not None for c in x.claims}
+        self.micro.claims.update(claims)
+        if any(isinstance(x, Tensor) and x.is_nested for x in leaves):
+            raise nested([n for n in nodes if n is not None])
+        site = self.taps.site(func, leaves, spec, nodes, layouts, self.micro.B)
+        given, saved = site.arguments(leaves)
+        out = _run(func, given, site)
+        if not site.detached and not any(t.requires_grad for t in tensors_in(out)):
+            self.outputs.note_batched(func, args, kwargs, out)
+            return out
+        if not isinstance(out, Tensor) or not has_pure_form(func):
+            raise refusal(site.call.with_(leaves=saved), tensors_in(out), "it has no rule")
+        of_pairs = self.outputs.of_pairs(func, args, kwargs, out)
+        if of_pairs:
+            site = replace(site, rule=halves, call=site.call.with_(shape=out.shape))
+        else:
+            call = self._placed(site.call.with_(leaves=saved), func, args, kwargs, out)
+            site = replace(site, call=call.with_(leaves=()))
+        cacheable = spec.nested is None and not in_place(func) and not claims and not of_pairs
+        if self.memo is not None and key is not None and cacheable:
+            self.memo.store(key, site)
+        out = self._tap(out, site, site.call, leaves, saved)
+        if of_pairs:
+            self.provenance.note(out, PAIRS)
+        return out
+
+    def _run_known_site(self, func: Any, args: Any, kwargs: Any, site: Site) -> Any:
+        """Run the operation of a site in the memo, and tap its output."""
+        leaves = (*args, *kwargs.values())
+        if site.fused is not None and not saved_tensors_hooks():
+            autocast = current("cpu")
+            if not autocast[1]:
+                assert self.micro is not None
+                self.micro.met, self.micro.autocast = True, autocast
+                out = self.taps.fused(site, leaves, self.receive, autocast)
+                self.provenance.note(out, site.call.layout)
+                return out
+        given, saved = site.arguments(leaves)
+        out = _run(func, given, site)
+        if not site.detached and not out.requires_grad:
+            self.outputs.note_batched(func, args, kwargs, out)
+            return out
+        call = site.call
+        if out.shape != call.shape:
+            call = self._placed(call.with_(leaves=saved), func, args, kwargs, out)
+        return self._tap(out, site, call, leaves, saved)
+
+    def _placed(self, call: Call, func: Any, args: Any, kwargs: Any, out: Tensor) -> Call:
+        """The call with the layout and shape of its output; refuses it if that has no layout."""
+        layout = self.outputs.derive(func, args, kwargs, out)
+        if not isinstance(layout, Layout):
+            why = "the examples cannot be told apart in its output"
+            if isinstance(layout, Lost) and layout.by != name_of(func):
+                why += f" since '{layout.by}'"
+            raise refusal(call, [out], why)
+        return call.with_(layout=layout, shape=out.shape)
+
+    def _tap(
+        self, out: Tensor, site: Site, call: Call, leaves: Sequence[Any], saved: Sequence[Any]
+    ) -> Tensor:
+        """Tap the output of a site that has run; the tap holds the ``saved`` leaves."""
+        assert self.micro is not None
+        packed = saved_tensors_hooks()
+        if packed:
+            self._expect_recomputation()
+        out, call = self.taps.tap(out, site, call, leaves, saved, self.receive, packed)
+        self.micro.met, self.micro.autocast = True, call.autocast
+        self.provenance.note(out, call.layout)
+        return out
+
+    def _write_parameter(self, func: Any, args: Any, batched: bool) -> None:
+        """``target[index] = parameter``: as an operation that gives a new target."""
+        assert self.micro is not None
+        target, index, value = args
+        before = target.detach().clone()
+        self.provenance.assume(before, self.provenance.find(target))
+        func(target, index, value)
+        pure = (before, index, value)
+        if not batched:
+            planning = self.memo is None
+            self.outputs.note_parametric(_put, pure, {}, target, planning=planning)
+            return
+        layout = self.provenance.layout(before)
+        leaves, spec = flatten(pure, {})
+        nodes, layouts = self.provenance.operands(leaves)
+        saved = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
+        site = self.taps.written(
+            _put, saved, spec, nodes, layouts, self.micro.B, layout or Layout(0)
+        )
+        call = site.call.with_(leaves=saved)
+        if layout is None or base_of(target) is not None:
+            raise refusal(call, [target], "the examples cannot be told apart in the target")
+        self.micro.met = True
+        out = self.taps.apply(target, call, site, self.receive, None)
+        self.provenance.note(out, layout)
+
+    # Activation checkpointing recomputes in the autograd engine, which takes along the modes that
+    # are on when it is called. Ours is on from the moment checkpointing is seen.
+
+    def _expect_recomputation(self) -> None:
+        if self.memo is not None:
+            self.provenance.expect_recomputation()
+
+    def _run_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+        assert self.micro is not None
+        self.micro.backward = True
+        if not self.provenance.expects_recomputation:
+            return func(*args, **kwargs)
+        with self.mode:
+            return composite(func)(*args, **kwargs)
+
+    def _refuse_transformed(self, args: Any, kwargs: Any) -> None:
+        """A parameter inside torch.func.vmap or grad."""
+        inner = [unwrapped(t) for t in tensors_in(args, kwargs)]
+        origins = self.provenance.find_all(t for t in inner if t.requires_grad)
+        roots = {r for x in origins if isinstance(x, Node) for r in x.roots}
+        if roots and torch.is_grad_enabled():
+            raise transformed(roots)
+
+
+def _run(func: Any, leaves: Sequence[Any], site: Site) -> Any:
+    """Run the operation on flat arguments."""
+    args, kwargs = site.call.spec.unflatten(leaves)
+    return func(*args, **kwargs)
+
+
+def _put(target: Tensor, index: Any, value: Tensor) -> Tensor:
+    """``target[index] = value`` as a function."""
+    out = target.clone()
+    out[index] = value
+    return out

@@ -1,0 +1,313 @@
+"""Origins of the outputs of operations, from those of their inputs.
+
+``Outputs.derive`` is the one place where an operation's output gets its layout: it asks the layout
+rules of tensors/ and adds what these do not know: pairs, claims and a batch of one example.
+
+*Pairs* are similarities of every example with every other, [B, B]: the logits of CLIP and SigLIP.
+Each number is made of two examples. Where a parameter meets such numbers (a temperature, a bias),
+its gradient through the number (i, j) is credited to i and to j, half each, so that the sum over
+the examples is the whole gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from inrun.capture.provenance import CONSTANT, OUTSIDE, PAIRS, Origin, Provenance, follows_rows
+from inrun.capture.site import shape_of
+from inrun.errors import random_parameter, unseen_function
+from inrun.gradients import Call, Record
+from inrun.gradients.nodes import Node
+from inrun.gradients.records import Replay
+from inrun.tensors.arguments import flatten
+from inrun.tensors.follow import follow
+from inrun.tensors.indexing import written
+from inrun.tensors.layout import MIXED, Kind, Layout, Lost, in_place, lost, name_of, tensors_in
+from inrun.torch_compat import FakeTensor, tree_flatten
+
+_COLLATED = ("stack", "cat", "concat", "concatenate", "vstack", "pad_sequence")
+_RANDOM = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
+           "feature_alpha_dropout", "bernoulli", "rrelu", "gumbel_softmax")  # fmt: skip
+# Operations that leave a pair's number where it is, or at (j, i).
+_PAIRS_STAY = frozenset((
+    "add", "sub", "rsub", "subtract", "mul", "multiply", "div", "rdiv", "divide", "true_divide",
+    "pow", "neg", "exp", "log", "tanh", "sigmoid", "logsigmoid", "clamp", "clip", "clone",
+    "contiguous", "to", "type_as", "float", "double", "half", "bfloat16", "t", "T", "mT", "where",
+    "masked_fill", "transpose",
+))  # fmt: skip
+
+
+class Outputs:
+    """Notes in the provenance what operations make."""
+
+    def __init__(self, provenance: Provenance) -> None:
+        self.provenance = provenance
+
+    # Of operations on the batch
+
+    def derive(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Layout | Kind:
+        """Where the examples are in the output of an operation on the batch."""
+        B = self.provenance.B
+        if out.is_nested:
+            return lost("a nested tensor")
+        if B == 1:  # all that is made of the batch belongs to its only example
+            return Layout(0, out.shape[0] if out.ndim else 1)
+        tensors = tensors_in(args, kwargs)
+        origins = self.provenance.find_all(tensors)
+        found = next((x for x in origins if type(x) is Lost), None)
+        if self.of_pairs(func, args, kwargs, out):
+            return PAIRS
+        if found is None and PAIRS in origins:
+            found = lost(name_of(func))
+        if found is not None:
+            return found if out.ndim else MIXED
+        find = self.provenance.layout
+        if not any(find(t) is not None for t in tensors):
+            return MIXED
+        layout = follow(func, args, kwargs, out, find, B)
+        return self._proved(layout) if isinstance(layout, Layout) else layout
+
+    def _proved(self, found: Layout) -> Layout:
+        """The layout, after noting which claims the operation has proven."""
+        if found.proves:
+            self.provenance.claims.prove(found.proves)
+        if len(found.claims) > 1:
+            self.provenance.claims.link(found.claims)
+        return replace(found, proves=frozenset()) if found.proves else found
+
+    def note_batched(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note the outputs of an operation on the batch."""
+        name = name_of(func)
+        if name == "setitem":
+            self._note_written(*args)
+            return
+        for t in tensors_in(out):
+            if name.startswith("new_") or self._only_converted(name, args):
+                self.provenance.note(t, CONSTANT)
+                continue
+            found = self.derive(func, args, kwargs, t)
+            if (args and t is args[0]) or t is kwargs.get("out"):
+                self._note_in_place(t, found)
+            self.provenance.note(t, found)
+
+    def _only_converted(self, name: str, args: Any) -> bool:
+        """``positions.type_as(x)``: a constant stays one."""
+        return (
+            name in ("to", "type_as") and bool(args) and self.provenance.find(args[0]) is CONSTANT
+        )
+
+    def _note_written(self, target: Tensor, index: Any, value: Any) -> None:
+        """``target[index] = value``: a target without examples takes the value's."""
+        provenance = self.provenance
+        own = provenance.find(target)
+        origin = provenance.find(value) if isinstance(value, Tensor) else CONSTANT
+        if provenance.B == 1:
+            provenance.note(target, Layout(0, target.shape[0] if target.ndim else 1))
+            return
+        indices = provenance.find_all(tensors_in(index))
+        found: Layout | Kind = lost("setitem")
+        if isinstance(own, Lost) or isinstance(origin, Lost):
+            found = own if isinstance(own, Lost) else origin  # type: ignore[assignment]
+        elif (layout := provenance.layout(value)) is not None:
+            before = provenance.layout(target)
+            if before is not None or own is CONSTANT or type(own) is Layout:
+                made = written(target, index, value, layout, before, provenance.B)
+                found = found if made is None else self._proved(made)
+        elif type(own) is Layout and not own.data:
+            return  # the same for all examples, or no example's: they stay where they are
+        elif not any(type(x) in (Lost, Layout) for x in indices):
+            found = MIXED
+        self._note_in_place(target, found)
+        provenance.note(target, found)
+
+    def _note_in_place(self, t: Tensor, found: Origin) -> None:
+        """A tensor is written to: others that share its memory now hold something else, too. What
+        is the same for all examples moves none."""
+        if found == self.provenance.find(t) or isinstance(t, FakeTensor):
+            return
+        memory = t.untyped_storage().data_ptr()
+        for other, origin in list(self.provenance.alive()):
+            if other is t or type(origin) is Node or _begin_of(other) != memory:
+                continue
+            if found is not MIXED:
+                self.provenance.assume(other, lost("an operation that writes in place"))
+            elif origin is CONSTANT:
+                self.provenance.assume(other, MIXED)
+
+    # Of operations on data that the model has not received, or on nothing that matters
+
+    def note_data(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note outputs made of the loop's data: by the layout rules, else by the shape."""
+        provenance = self.provenance
+        for t in tensors_in(out):
+            found: Layout | Kind | None = None
+            if name_of(func) not in _COLLATED or provenance.as_data(t) is OUTSIDE:
+                found = follow(func, args, kwargs, t, provenance.data_layout, provenance.B)
+            if not isinstance(found, Layout):
+                found = provenance.as_data(t)
+            provenance.assume(t, replace(found, data=True) if isinstance(found, Layout) else found)
+
+    def note_constant(self, tensors: Sequence[Tensor], out: Any) -> None:
+        """Note the outputs of an operation on constants."""
+        for t in tensors_in(out):
+            self.provenance.note(t, CONSTANT)
+        self.provenance.revive(tensors)
+
+    # Of operations on parameters alone
+
+    def before(self, func: Any, args: Any) -> Any:
+        """The arguments of an operation on parameters as they are before it writes to the first."""
+        if not in_place(func) or not torch.is_grad_enabled():
+            return args
+        if type(self.provenance.find(args[0])) is Node:
+            return args
+        target = args[0].detach().clone()
+        self.provenance.assume(target, self.provenance.find(args[0]))
+        return (target, *args[1:])
+
+    def note_parametric(
+        self, func: Any, args: Any, kwargs: Any, out: Any, planning: bool = False
+    ) -> None:
+        """Note outputs made of parameters alone: each is a node.
+
+        ``planning``: the tensors have no data, and a compiled graph makes such outputs from the
+        buffers of the moment (``MicroBatch.fixed``), so operands are kept as they are.
+        """
+        name = name_of(func)
+        if name in _RANDOM and out is not args[0] and _is_random(args, kwargs):
+            roots = [r for t in tensors_in(args[0]) for r in _roots(self.provenance.find(t))]
+            raise random_parameter(name, roots)
+        leaves, spec = flatten(args, kwargs)
+        same, writes = [id(x) for x in leaves], in_place(func) and torch.is_grad_enabled()
+        made: list[Any] | None = None
+        for i, t in enumerate(tree_flatten(out)[0]):
+            if not isinstance(t, Tensor) or (id(t) in same and not writes):
+                continue  # ``W.to(same type)`` is W, and so is ``W.clamp_(...)`` under no_grad
+            if not t.requires_grad:  # what is in this memory is a parameter still
+                self.provenance.assume(t, CONSTANT)
+                continue
+            made = made or [self._kept(x, planning) for x in leaves]
+            index = None if isinstance(out, Tensor) else i
+            pure = getattr(torch, name, func) if writes else func
+            node = Node.derived(pure, made, spec, index, name, t.device.type)
+            self.provenance.note(t, node)
+
+    def _kept(self, x: Any, planning: bool) -> Any:
+        """An operand of a node: its own node, or the tensor as it is now, which may be written to
+        before the parameters are scored."""
+        origin = self.provenance.find(x) if isinstance(x, Tensor) else None
+        if type(origin) is Node:
+            return origin
+        if origin is None or planning:
+            return x
+        if follows_rows(origin):  # asked for its type or shape
+            return shape_of(x)
+        return x.detach().clone()
+
+    def refuse_unseen(self, tensors: Sequence[Tensor], origins: Sequence[Origin]) -> None:
+        """A tensor that seems constant and has a gradient: a custom autograd function made it."""
+        nodes = self.provenance.nodes
+        for t, origin in zip(tensors, origins, strict=True):
+            if origin is CONSTANT and t.grad_fn is not None:
+                function, leaves = _sources(t)
+                names = [nodes[id(p)].name for p in leaves if id(p) in nodes]
+                if names:
+                    raise unseen_function(function, names)
+
+    # Pairs
+
+    def of_pairs(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> bool:
+        """Is the output one of pairs: made of examples with examples, or of pairs?"""
+        if out.is_nested:
+            return False
+        origins = self.provenance.find_all(tensors_in(args, kwargs))
+        if PAIRS not in origins:
+            return self._makes_pairs(func, args, out)
+        others = any(follows_rows(x) for x in origins if x is not PAIRS)
+        square = out.ndim == 2 and out.shape[0] == out.shape[1]
+        return not others and square and name_of(func) in _PAIRS_STAY
+
+    def _makes_pairs(self, func: Any, args: Any, out: Tensor) -> bool:
+        """Is this a product of examples with examples: x [B, D] and y [D, B] (linear: [B, D])?"""
+        B, operands = self.provenance.B, tensors_in(args)
+        if B == 1 or out.shape != (B, B) or len(operands) != 2 or operands[0].ndim != 2:
+            return False
+        x, y = (self.provenance.layout(t) for t in operands)
+        if x is None or y is None or any((z.outer, z.inner) != (1, 1) for z in (x, y)):
+            return False
+        name = name_of(func)
+        if name == "einsum":
+            first, second, result = _letters(args[0])
+            if max(x.dim, y.dim) >= min(len(first), len(second)):
+                return False
+            pair = {first[x.dim], second[y.dim]}
+            return len(pair) == 2 and pair == set(result)
+        columns = {"matmul": 1, "mm": 1, "linear": 0}.get(name)
+        return columns is not None and (x.dim, y.dim) == (0, columns)
+
+
+def halves(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
+    """The rule of operations on pairs: the operation's own derivative, half of it for either
+    example of a pair."""
+    for leaf, node in enumerate(call.nodes):
+        if node is not None:
+            held = tuple(x for x in call.leaves if isinstance(x, Tensor))
+            yield node, Replay(
+                apply=lambda W, leaf=leaf: call.run(leaf, W),  # type: ignore[misc]
+                split=_both, delta=_both(delta) / 2, value=call.leaves[leaf], held=held,
+            )  # fmt: skip
+
+
+def _both(x: Tensor) -> Tensor:
+    """[B, B] as [B, 2, B]: the numbers that an example has a part in, by row and by column."""
+    return torch.stack([x, x.t()], 1)
+
+
+def _letters(equation: Any) -> tuple[str, str, str]:
+    """The indices of two operands and of the result of an einsum; empty if they are not given."""
+    if not isinstance(equation, str) or "->" not in equation or "." in equation:
+        return "", "", ""
+    inputs, result = equation.replace(" ", "").split("->")
+    first, _, second = inputs.partition(",")
+    return first, second, result
+
+
+def _roots(origin: Origin) -> frozenset[str]:
+    return origin.roots if isinstance(origin, Node) else frozenset()
+
+
+def _is_random(args: Any, kwargs: Any) -> bool:
+    """``dropout(x, p, training)`` does nothing when it is not training or p is 0."""
+    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    return bool(training) and p != 0
+
+
+def _begin_of(t: Tensor) -> int:
+    """Where its memory begins; 0 where it has none of its own."""
+    try:
+        return t.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # inside vmap, sparse tensors
+        return 0
+
+
+def _sources(t: Tensor) -> tuple[str, list[Tensor]]:
+    """The custom autograd function that a tensor comes from (else its last operation), and the
+    leaves of its graph."""
+    seen, left, leaves, name = {t.grad_fn}, [t.grad_fn], [], ""
+    while left:
+        node: Any = left.pop()
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        elif isinstance(node, BackwardCFunction):
+            name = name or type(node).__name__
+        new = {f for f, _ in node.next_functions if f is not None} - seen
+        seen |= new
+        left += new
+    return name or t.grad_fn.name(), leaves  # type: ignore[union-attr]

@@ -1,0 +1,219 @@
+"""A site: one operation in which nodes meet batched tensors, and the builder of its tap.
+
+Every tap is built here, whether the model runs eagerly (``training="bitwise"`` or ``"fast"``, as a
+fused op or not) or compiled:
+
+1. ``Taps.site`` analyses the call before it runs. The form of its records is chosen and the leaves
+   are marked: parametric, batched, detached, summed. The memo keeps the site for the next step.
+2. ``Site.arguments`` says what to run the operation with, and what to save for its rule.
+3. ``Taps.tap`` puts the tap on the output. It holds a ``Call``: the site's, with the saved leaves
+   and what holds for this run alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from inrun.capture.tap import FusedOp, Receive, apply_tap, device_of, fused_op, run_fused, tapped
+from inrun.errors import refusal
+from inrun.gradients import Call, Dense, Form, OpRule, Record, op_rule, replay
+from inrun.gradients.blocks import Blocks
+from inrun.gradients.call import RuleFunction
+from inrun.gradients.nodes import Node
+from inrun.gradients.records import Aligned, wide_type
+from inrun.tensors.arguments import Spec, present
+from inrun.tensors.autocast import Autocast, current
+from inrun.tensors.layout import Layout, in_place, name_of
+
+Pairs: TypeAlias = Sequence[tuple[Node, Record]]  # a record of each node that took part
+
+_SHAPES_SUFFICE = ("add", "sub", "rsub")  # the derivative needs only the shapes of the operands
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """What is the same each time the operation runs. Numbers are indices of leaves.
+
+    ``call`` has everything but the leaves; nodes, layouts, form, and layout and shape of the
+    output are there. ``rule`` turns δ into records.
+    """
+
+    call: Call
+    rule: RuleFunction
+    parametric: tuple[int, ...]
+    batched: tuple[int, ...]
+    detached: tuple[int, ...]  # the operation sees them detached
+    summed: tuple[int, ...]  # of these: the tap gives them Σ_i g_i as their gradient
+    shapes_only: bool = False  # save the shapes of the operands alone
+    writes: bool = False  # in place, to the first leaf
+    kept: tuple[str, ...] = ()  # what the rule uses of autograd's own (``OpRule.kept``)
+    fused: FusedOp | None = None  # operation and tap as one autograd node
+
+    def arguments(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The leaves to run the operation with, and those to save for its rule."""
+        given, saved = list(leaves), list(leaves)
+        for i in self.parametric:
+            saved[i] = leaves[i].detach()
+            if i in self.detached:
+                given[i] = saved[i]
+        if self.shapes_only:
+            saved = [shape_of(x) if isinstance(x, Tensor) else x for x in saved]
+        elif self.writes:
+            saved[0] = saved[0].clone()
+        return given, saved
+
+    def records(self, call: Call, delta: Tensor) -> list[tuple[Node, Record]]:
+        """What the rule makes of δ."""
+        try:
+            return list(self.rule(call, delta))
+        except NotImplementedError as e:
+            raise refusal(call, [delta], str(e)) from None
+
+    def lasting(self, call: Call, delta: Tensor, loose: Sequence[int]) -> list[tuple[Node, Record]]:
+        """Records that stay as they are whatever is written to the ``loose`` leaves: data and
+        masks that the loop may refill in place for the next micro-batch."""
+        pairs = self.records(call, delta)
+        if not loose or all(type(r) in (Dense, Aligned) for _, r in pairs):
+            return pairs
+        leaves = list(call.leaves)
+        for i in loose:
+            leaves[i] = leaves[i].clone()
+        return self.records(call.with_(leaves=leaves), delta)
+
+    def totals(
+        self, call: Call, pairs: Pairs, add: Callable[[Tensor], Tensor] | None = None
+    ) -> list[Tensor]:
+        """Σ_i g_i of the summed leaves, in at least float32."""
+        found, add = [], add or _sum_rows
+        for leaf in self.summed:
+            own = call.nodes[leaf]
+            parts = [add(record.rows()) for node, record in pairs if node is own]
+            found.append(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
+        return found
+
+
+def _sum_rows(rows: Tensor) -> Tensor:
+    """Σ_i rows_i: [B, *W] → [*W]."""
+    return rows.sum(0, dtype=wide_type(rows.dtype))
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Builds sites and puts their taps into the autograd graph.
+
+    Args:
+        form: the form of records, where an operation has two.
+        fast: weight gradients are sums of per-example gradients where these are materialised.
+        directions: how many the records will be contracted with.
+        probe: no parameter receives a gradient.
+        blocks: memory for per-example gradients on a CPU.
+        trigger: a tensor that requires a gradient; puts taps of a probe into the graph.
+        apply: ``Tap.apply``, or what a planner does in its place.
+    """
+
+    form: Form
+    fast: bool
+    directions: int
+    probe: bool
+    blocks: Blocks | None
+    trigger: Tensor
+    apply: Callable[..., Tensor] = apply_tap
+
+    def site(
+        self, func: Any, leaves: Sequence[Any], spec: Spec, nodes: Sequence[Node | None],
+        layouts: Sequence[Layout | None], B: int,
+    ) -> Site:  # fmt: skip
+        """Analyse a call before it runs. The output's layout and shape are not known yet."""
+        rule, writes = op_rule(func), in_place(func)
+        pure = getattr(torch, name_of(func), None) if writes else func
+        call = Call(
+            pure or func, spec, leaves, tuple(nodes), tuple(layouts), Layout(0), B, self.form
+        )
+        if rule is not None:
+            call = rule.settled(call, self.fast, self.directions)
+        summed = summed_leaves(rule, call) if self.fast else ()
+        return Site(
+            call=call.with_(leaves=()),
+            rule=rule.records if rule else replay,
+            parametric=present(nodes),
+            batched=present(layouts),
+            detached=present(nodes) if self.probe else summed,
+            summed=summed,
+            shapes_only=name_of(func) in _SHAPES_SUFFICE,
+            writes=writes,
+            kept=rule.kept if rule else (),
+            fused=fused_op(call, func, summed) if summed and not self.probe else None,
+        )
+
+    def written(
+        self, func: Any, leaves: Sequence[Any], spec: Spec, nodes: Sequence[Node | None],
+        layouts: Sequence[Layout | None], B: int, layout: Layout,
+    ) -> Site:  # fmt: skip
+        """The site of ``target[index] = parameter``, given as a function of (target, index, value)
+        that returns a new target. It has run already: nothing is detached."""
+        call = Call(func, spec, (), tuple(nodes), tuple(layouts), layout, B, self.form,
+                    leaves[0].shape)  # fmt: skip
+        return Site(call, replay, present(nodes), present(layouts), (), ())
+
+    def tap(
+        self, out: Tensor, site: Site, call: Call, leaves: Sequence[Any], saved: Sequence[Any],
+        receive: Receive, packed: bool,
+    ) -> tuple[Tensor, Call]:  # fmt: skip
+        """Put a tap on the output of an operation that has run; returns it and the call.
+
+        ``packed``: hooks pack what autograd saves, so nothing may be read from its nodes.
+        """
+        device = device_of(out)
+        blocks = self.blocks if device == "cpu" else None
+        kept = () if blocks is None or packed else _kept_by(out, site.kept)
+        call = call.with_(leaves=saved, autocast=current(device), blocks=blocks, kept=kept)
+        extras = () if self.probe else [leaves[i] for i in site.summed]
+        trigger = self.trigger if self.probe else None
+        return tapped(self.apply, out, call, site, receive, trigger, extras), call
+
+    def fused(
+        self, site: Site, leaves: Sequence[Any], receive: Receive, autocast: Autocast
+    ) -> Tensor:
+        """Run the operation and its tap as one autograd node."""
+        call = site.call.with_(leaves=leaves, autocast=autocast, blocks=self.blocks)
+        return run_fused(leaves[0], call, site, receive, *[leaves[i] for i in site.summed])
+
+
+def summed_leaves(rule: OpRule | None, call: Call) -> tuple[int, ...]:
+    """Leaves whose gradients can be sums of per-example gradients that are formed anyway."""
+    if rule is None:
+        return ()
+    arguments = rule.vectors
+    if rule.weight is not None and call.form == "materialise":
+        arguments = (rule.weight, *arguments)
+    found = [leaf for a in arguments if (leaf := call.at(*a)) is not None]
+    nodes = [call.nodes[leaf] for leaf in found]
+    return tuple(
+        leaf
+        for leaf, node in zip(found, nodes, strict=True)
+        if node is not None and nodes.count(node) == 1
+    )
+
+
+def has_pure_form(func: Any) -> bool:
+    """Is there a version of the operation that writes nothing?"""
+    return not in_place(func) or hasattr(torch, name_of(func))
+
+
+def shape_of(x: Tensor) -> Tensor:
+    """A tensor of this shape and type that takes no memory."""
+    return x.detach().new_zeros(()).expand(x.shape)
+
+
+def _kept_by(out: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
+    """The tensors that ``out.grad_fn`` saved under these names; () unless all are there."""
+    if not names:
+        return ()
+    kept = (getattr(out.grad_fn, name, None) for name in names)
+    found = tuple(x for x in kept if x is not None)
+    return found if len(found) == len(names) else ()
