@@ -75,7 +75,7 @@ def _received(ctx: Any, saved: Sequence[Tensor], delta: Tensor) -> list[Tensor]:
     for i, x in zip(site.batched, saved, strict=True):
         leaves[i] = x.detach()
     call = ctx.call.with_(leaves=leaves)
-    _refuse_again(call, delta)
+    refuse_again(call, delta)
     with no_autocast(device_of(delta)):
         shaped = delta if delta.shape == call.shape else delta.reshape(call.shape)
         given = ctx.receive(site, call, shaped, ctx.loose)
@@ -92,7 +92,7 @@ def _not_computed(leaves: Sequence[Any], nodes: Sequence[Any]) -> list[int]:
     ]
 
 
-def _refuse_again(call: Call, delta: Tensor) -> None:
+def refuse_again(call: Call, delta: Tensor) -> None:
     """A backward pass that is to be differentiated itself is refused."""
     if torch.is_grad_enabled():
         why = "its gradient is differentiated again (create_graph=True)"
@@ -241,7 +241,7 @@ def _fused_backward(ctx: Any, saved: Sequence[Tensor], delta: Tensor) -> Any:
     for i, t in zip(places, saved, strict=False):
         leaves[i] = t.detach()
     call = ctx.call.with_(leaves=leaves, kept=saved[len(places) :])
-    _refuse_again(call, delta)
+    refuse_again(call, delta)
     with no_autocast("cpu"):
         totals = ctx.receive(site, call, delta, ctx.loose)
         dx = site.fused.backward(call, delta) if ctx.needs_input_grad[0] else None

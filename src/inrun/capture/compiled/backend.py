@@ -60,7 +60,7 @@ class Backend:
         self._graphs: list[Graph] = []
 
     def close(self) -> None:
-        """Let go of the model: torch's caches keep what they compiled, and that kept us."""
+        """Drop references to the model: torch's caches keep compiled graphs, and these keep us."""
         for graph in self._graphs:
             graph.close()
         self._graphs = []
@@ -102,7 +102,7 @@ class Variant:
     run: Callable[..., Any]
     taps: tuple[CompiledTap, ...]
     outputs: tuple[Origin, ...]
-    constants: tuple[Tensor, ...] = ()  # that tensors made of parameters are made of, too
+    constants: tuple[Tensor, ...] = ()  # from which the graph's nodes are made, beside parameters
 
     @cached_property
     def claims(self) -> dict[str, str]:

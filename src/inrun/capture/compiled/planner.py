@@ -207,9 +207,9 @@ class _InsertTaps(TorchFunctionMode):
 
 
 def _short_by(func: Any, call: Call) -> int:
-    """How many outputs a product with a vocabulary should have more (``records.short_by``). Added
-    here they serve all of its uses; the compiler would pad for each, with a copy of the largest
-    tensor of the step."""
+    """How many outputs to add to a product with a vocabulary (``records.short_by``). Padding here
+    serves all uses of the output; the compiler would pad for each of them, with a copy of the
+    largest tensor of the step."""
     if name_of(func) != "linear" or (W := call.value(1, "weight")).ndim != 2:
         return 0
     return short_by(len(W), *operand(W))
@@ -279,7 +279,8 @@ class Planner(fx.Interpreter):
             self.fixed.add(n)
 
     def _refuse_stale(self, n: fx.Node, out: Tensor) -> None:
-        """A tensor made of parameters is made again when they are scored: from the same things."""
+        """Refuse a tensor made of parameters and of something that is not fixed: the tensor is
+        computed again when the parameters are scored, and must come out the same."""
         if not isinstance(self.provenance.find(out), Node):
             return
         for a in n.all_input_nodes:
