@@ -17,10 +17,11 @@ from torch import Tensor
 from inrun.gradients import cost
 from inrun.gradients.again import run_again
 from inrun.gradients.blocks import Blocks
+from inrun.gradients.owned import Positions
 from inrun.gradients.records import Aligned, Dense, Record, Replay, wide_type
 from inrun.tensors.arguments import Spec
 from inrun.tensors.autocast import Autocast, as_it_was
-from inrun.tensors.layout import Layout, name_of, to_rows
+from inrun.tensors.layout import Layout, Spread, name_of, to_rows
 
 # "grouped": for gradients of groups of examples. Those of a product come as cheap from its ghost
 # form; elsewhere the smaller form.
@@ -33,20 +34,22 @@ class Call:
 
     ``nodes`` marks the leaves that are parametric operands, ``layouts`` the batched ones;
     ``layout`` and ``shape`` are the output's. ``form`` is what was asked for until ``settled``.
+    With ``positions`` the B rows are positions that belong to examples (owned.py).
     """
 
     func: Callable[..., Any]
     spec: Spec
     leaves: Sequence[Any]
     nodes: tuple[Any, ...]
-    layouts: tuple[Layout | None, ...]
-    layout: Layout
+    layouts: tuple[Layout | Spread | None, ...]
+    layout: Layout | Spread
     B: int
     form: Form = "auto"
     shape: tuple[int, ...] = ()
     autocast: Autocast | None = None  # as it ran
     blocks: Blocks | None = None  # memory for per-example gradients
     kept: tuple[Tensor, ...] = ()  # what the rule asked for of autograd's own (``OpRule.kept``)
+    positions: Positions | None = None  # whose the B rows are, where these are not the examples
 
     def with_(self, **changed: Any) -> Call:
         """The same with some fields changed (``dataclasses.replace``, ten times as fast)."""
@@ -75,6 +78,8 @@ class Call:
 
     def channels(self, full: Tensor) -> Tensor:
         """[examples, C, …] summed to [B, C]; the examples may also be behind the channels."""
+        if isinstance(self.layout, Spread):
+            raise NotImplementedError("its examples lie in several dimensions")
         before = self.layout.outer * self.layout.inner if self.layout.dim == 0 else len(full)
         rows = self.split(full).reshape(self.B, before, full.shape[1], -1)
         return rows.sum((1, 3), dtype=wide_type(full.dtype))
@@ -169,8 +174,9 @@ class OpRule:
         if call.form == "grouped":
             dense = dense and sizes.product is None
         elif sizes.product is not None and self.weight is not None:
-            W = call.value(*self.weight)
-            layer = cost.Layer(call.B, *sizes.product, *operand(W), directions)
+            W, (T, n_in, n_out) = call.value(*self.weight), sizes.product
+            rows = call.B if call.positions is None else call.positions.rows
+            layer = cost.Layer(rows, call.B * T // rows, n_in, n_out, *operand(W), directions)
             dense = cost.materialise(layer, fast)
         return call.with_(form="materialise" if dense else "ghost")
 
@@ -246,6 +252,8 @@ def reduce_to(call: Call, full: Tensor, leaf: int) -> Record | None:
     missing = full.ndim - len(W)
     if call.B == 1:  # whatever dimension it is in
         return Dense(sum_to(full[None], (1, *W), missing))
+    if isinstance(call.layout, Spread):
+        return _spread(call, full, call.layout.dims, W)
     here = call.layout.dim - missing
     if here >= 0 and W[here] == full.shape[call.layout.dim] != 1:
         if call.layout.outer * call.layout.inner != 1:
@@ -258,6 +266,16 @@ def reduce_to(call: Call, full: Tensor, leaf: int) -> Record | None:
     shape[1 + call.layout.dim] = merged
     rows = call.split(full).reshape(shape)
     return Dense(sum_to(rows, (call.B, *W), missing))
+
+
+def _spread(call: Call, full: Tensor, dims: Sequence[int], W: Sequence[int]) -> Record | None:
+    """The same where the rows lie in several dimensions, if the operand has none of these."""
+    missing = full.ndim - len(W)
+    if any(d >= missing and W[d - missing] != 1 for d in dims):
+        return None
+    rows = call.split(full)
+    kept = [n for d, n in enumerate(W) if d + missing not in dims]
+    return Dense(sum_to(rows, (call.B, *kept), 0).reshape(call.B, *W))
 
 
 def sum_to(rows: Tensor, shape: tuple[int, ...], missing: int) -> Tensor:

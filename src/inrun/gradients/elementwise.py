@@ -9,6 +9,7 @@ from torch import Tensor
 
 from inrun.gradients.call import Call, reduce_to, register_op, replay, replay_leaf
 from inrun.gradients.records import Aligned, Record, Replay
+from inrun.tensors.layout import Spread
 
 
 @register_op("add", "sub", "rsub")
@@ -55,14 +56,15 @@ def cat(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     parts = call.value(0, "tensors")
     places = call.places(0, "tensors")
     dim = call.value(1, "dim", 0) % delta.ndim
-    if (call.layout.outer, call.layout.inner) != (1, 1):
+    layout = call.layout
+    if isinstance(layout, Spread) or (layout.outer, layout.inner) != (1, 1):
         yield from replay(call, delta)
         return
     start = 0
     for leaf, part in zip(places, parts, strict=True):
         size = part.shape[dim]
         if call.nodes[leaf] is not None:
-            own = delta.narrow(dim, start, size).movedim(call.layout.dim, 0)
+            own = delta.narrow(dim, start, size).movedim(layout.dim, 0)
             own = own if part.is_complex() or not own.is_complex() else own.real
-            yield call.nodes[leaf], Aligned(own.contiguous(), call.layout.dim)
+            yield call.nodes[leaf], Aligned(own.contiguous(), layout.dim)
         start += size

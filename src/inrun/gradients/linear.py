@@ -18,7 +18,9 @@ def _weight(call: Call, x: tuple[int, str], node: Any, d: Tensor, transposed: bo
     if a.dtype != d.dtype:  # under autocast the operation saw a in δ's type
         a = a.to(d.dtype)
     pair = Pair(a, d, transposed)
-    return node, pair.materialised(call.blocks) if call.form == "materialise" else pair
+    if call.form != "materialise" or call.positions is not None:
+        return node, pair  # positions are added up by owner first (owned.py)
+    return node, pair.materialised(call.blocks)
 
 
 def padded(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, missing: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from inrun.gradients.call import Call, reduce_to, register_op, replay_leaf
 from inrun.gradients.records import Aligned, Dense, Record, wide_type
-from inrun.tensors.layout import Layout
+from inrun.tensors.layout import Layout, Spread
 from inrun.torch_compat import LAYER_NORM_STATISTICS
 
 Arg = tuple[int, str]
@@ -38,6 +38,8 @@ def _times(fresh: Tensor, other: Tensor) -> Tensor:
 def _reduce(call: Call, delta: Tensor, full: Tensor, leaf: int, channels: bool) -> Record:
     if not channels:
         return reduce_to(call, full, leaf) or replay_leaf(call, leaf, delta)
+    if isinstance(call.layout, Spread):
+        return replay_leaf(call, leaf, delta)
     if call.layout.dim != 1:
         return Dense(call.channels(full))
     if (call.layout.outer, call.layout.inner) != (1, 1):

@@ -129,9 +129,16 @@ def _reduced(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layo
 def _elsewhere(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
     """``flip``, ``sort``, ``fft``: along dimensions that are not the examples'."""
     x = args[0] if args else kwargs["input"]
-    layout, name = find(x), name_of(func)
+    layout = find(x)
     if layout is None or x.ndim != out.ndim:
         return None
+    return None if layout.dim in named_dimensions(func, args, kwargs, x.ndim) else layout
+
+
+def named_dimensions(func: Any, args: Any, kwargs: Any, ndim: int) -> list[int]:
+    """The dimensions along which ``flip``, ``sort``, ``fft`` and friends work; all of them where
+    none is named and none is usual."""
+    name = name_of(func)
     place, missing = ALONG[name]
     dims = kwargs.get("dims", kwargs.get("dim"))
     if dims is None and len(args) > place:
@@ -140,7 +147,7 @@ def _elsewhere(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> La
         dims = missing
     given = dims if isinstance(dims, (list, tuple)) else [dims]
     flat = [d for e in given for d in (e if isinstance(e, (list, tuple)) else [e])]
-    return None if None in flat or layout.dim in [d % x.ndim for d in flat] else layout
+    return list(range(ndim)) if None in flat else [d % ndim for d in flat]
 
 
 def _matrices(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:

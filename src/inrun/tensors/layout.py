@@ -37,6 +37,14 @@ class Layout:
     proves: frozenset[str] = field(default=frozenset(), compare=False)
 
 
+@dataclass(frozen=True)
+class Spread:
+    """The positions of an owner map (owners.py) are spread over these dimensions of a tensor, in
+    this order. Stands in the place of a ``Layout`` where they are more than one."""
+
+    dims: tuple[int, ...]
+
+
 class Kind:
     """What a tensor without a layout is made of."""
 
@@ -94,8 +102,11 @@ def agree(layouts: Sequence[Layout | None]) -> Layout | None:
     return replace(first, claims=claims)
 
 
-def to_rows(x: Tensor, layout: Layout, B: int) -> Tensor:
+def to_rows(x: Tensor, layout: Layout | Spread, B: int) -> Tensor:
     """The tensor with the examples in front: [B, …], the other dimensions in their order."""
+    if isinstance(layout, Spread):
+        n = len(layout.dims)
+        return x.movedim(layout.dims, tuple(range(n))).flatten(0, n - 1)
     if (layout.dim, layout.outer, layout.inner) == (0, 1, 1):
         return x if x.ndim else x[None]
     split = [*x.shape[: layout.dim], layout.outer, B, layout.inner, *x.shape[layout.dim + 1 :]]

@@ -1,0 +1,86 @@
+"""One operation that moves owner maps, and what is known of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inrun.tensors.layout import tensors_in
+from inrun.tensors.owners import NOBODY, UnknownOwnerError
+
+
+@dataclass
+class Move:
+    """One operation and what is known of its tensors.
+
+    ``find`` gives the map of a tensor, None for one without examples, and raises
+    ``UnknownOwnerError`` for one whose owners are not known. ``content`` is set by a rule that has
+    looked at what a tensor holds: the map may then be another in the next step.
+    """
+
+    func: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    result: Any
+    out: Tensor
+    find: Callable[[Tensor], Tensor | None]
+    doubt: Callable[[Tensor], None]  # is told a condition on a device that must not be false
+    content: bool = field(default=False)
+
+    def given(self, position: int, *names: str, default: Any = None) -> Any:
+        """An argument by position or keyword."""
+        if len(self.args) > position:
+            return self.args[position]
+        return next((self.kwargs[n] for n in names if n in self.kwargs), default)
+
+    @property
+    def first(self) -> Tensor:
+        return self.args[0] if self.args else next(iter(self.kwargs.values()))
+
+    def map_of(self, t: Any) -> Tensor:
+        """The map of a tensor; all nobody's if it has no examples."""
+        found = self.find(t) if isinstance(t, Tensor) else None
+        return torch.full([1] * t.ndim, NOBODY) if found is None else found
+
+    def expect(self, condition: Tensor) -> None:
+        """The condition must hold for all its entries."""
+        if condition.is_cpu:
+            if not bool(condition.all()):
+                raise UnknownOwnerError
+        else:
+            self.doubt(~condition.all())
+
+    def maps(self, *trees: Any) -> list[tuple[Tensor, Tensor]]:
+        """The tensors that have a map, with it."""
+        pairs = [(t, self.find(t)) for t in tensors_in(*trees)]
+        return [(t, m) for t, m in pairs if m is not None]
+
+    def index(self, i: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+        """An index and the map to be indexed, on one device."""
+        self.content = True
+        i = i.detach()
+        if i.device != m.device:
+            return (i, m.to(i.device, non_blocking=True)) if m.is_cpu else (i.to(m.device), m)
+        return i, m
+
+
+def varying(m: Tensor) -> tuple[int, ...]:
+    """The dimensions along which the owner changes."""
+    return tuple(d for d, n in enumerate(m.shape) if n != 1)
+
+
+def right(m: Tensor, ndim: int) -> Tensor:
+    """The map with leading dimensions of size 1 up to so many."""
+    return m.view([1] * (ndim - m.ndim) + list(m.shape))
+
+
+def slim(m: Tensor) -> Tensor:
+    """Size 1 in dimensions that an expanded map has no memory for."""
+    for d in range(m.ndim):
+        if m.stride(d) == 0 and m.shape[d] > 1:
+            m = m.narrow(d, 0, 1)
+    return m
