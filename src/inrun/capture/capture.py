@@ -88,11 +88,17 @@ class Capture:
         return self.interceptor.micro
 
     @contextmanager
-    def batch(self, B: int) -> Iterator[MicroBatch]:
-        """Record the operations run inside, for B examples."""
-        micro = MicroBatch(B)
+    def batch(self, B: int, owner: Tensor | None = None) -> Iterator[MicroBatch]:
+        """Record the operations run inside, for B examples.
+
+        ``owner`` has the leading dimensions of the model's inputs and says which example each
+        entry of these belongs to; negative: to none. Without it, example k is row k.
+        """
+        owner = None if owner is None else owner.long()
+        self.provenance.new_batch(B, owner)
+        micro = MicroBatch(B, self.provenance.owner)
         self.interceptor.open(micro)
-        self.provenance.new_batch(B)
+        self.outputs.doubts = micro.doubts
         try:
             with (
                 self.blocks.undone_if_it_fails(),

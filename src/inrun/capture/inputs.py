@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from inrun.capture.micro_batch import MicroBatch
-from inrun.capture.provenance import CONSTANT, Provenance
+from inrun.capture.provenance import CONSTANT, Provenance, has_rows
 from inrun.errors import list_of_examples, two_dimensions, unproven_rows
 from inrun.tensors.layout import Layout
 from inrun.torch_compat import DisableTorchFunction, in_backward
@@ -81,15 +81,16 @@ class Inputs:
         if self._called is not None:
             self._called.add(module)
         given = [*named_tensors(args, "input"), *named_tensors(kwargs)]
-        if is_model:
-            self._note_sizes(given)
-        else:
+        if not is_model:
             given = [(f"{k} of {type(module).__name__}", t) for k, t in given]
-        self._refuse_moved(given)
-        self._refuse_lists((args, kwargs))
+        if self.provenance.slots is None:
+            if is_model:
+                self._note_sizes(given)
+            self._refuse_moved(given)
+            self._refuse_lists((args, kwargs))
         self.anchor(given, first=is_model)
         known = self.provenance.known
-        self._received = self._received or any(type(known(t)) is Layout for _, t in given)
+        self._received = self._received or any(has_rows(known(t)) for _, t in given)
         self.provenance.inside = self._received
 
     def left(self, module: nn.Module) -> None:
@@ -165,7 +166,7 @@ class Inputs:
             if origin is None and t.ndim and not provenance.is_parameter(t):
                 origin = provenance.as_data(t)
                 provenance.assume(t, origin)
-            if type(origin) is not Layout:
+            if not has_rows(origin):
                 continue
             if not origin.data:  # made of the batch: what comes after it is another input
                 first = False

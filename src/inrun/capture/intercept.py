@@ -22,14 +22,15 @@ from inrun.capture.inputs import Inputs
 from inrun.capture.memo import Key, Memo, Outcome
 from inrun.capture.micro_batch import Keeper, MicroBatch
 from inrun.capture.outputs import Outputs, halves
-from inrun.capture.provenance import OUTSIDE, PAIRS, Origin, any_batched
-from inrun.capture.site import Site, Taps, has_pure_form
+from inrun.capture.provenance import OUTSIDE, PAIRS, Origin, any_batched, has_rows
+from inrun.capture.site import Site, Taps, has_pure_form, rows_of
 from inrun.errors import nested, refusal, transformed
-from inrun.gradients import Call, op_rule
+from inrun.gradients import op_rule
 from inrun.gradients.nodes import Node
 from inrun.tensors.arguments import flatten
 from inrun.tensors.autocast import current
-from inrun.tensors.layout import Layout, Lost, in_place, name_of, tensors_in
+from inrun.tensors.layout import MIXED, Layout, Lost, in_place, name_of, tensors_in
+from inrun.tensors.owners import NOBODY, Owners
 from inrun.torch_compat import (
     base_of,
     composite,
@@ -37,6 +38,7 @@ from inrun.torch_compat import (
     get_eval_frame_callback,
     saved_tensors_hooks,
     skip_code,
+    tree_map,
     unwrapped,
 )
 
@@ -102,7 +104,7 @@ class Interceptor:
             self._refuse_transformed(args, kwargs)
         if self.memo is None:
             return self._first_call(func, args, kwargs, None)
-        state = self.provenance.B, torch.is_grad_enabled()
+        state = self.provenance.B, self.provenance.slots, torch.is_grad_enabled()
         key, known = self.memo.look_up(func, args, kwargs, *state)
         if type(known) is Site:
             return self._run_known_site(func, args, kwargs, known)
@@ -124,6 +126,8 @@ class Interceptor:
         if parametric and batched and name in _LIKE:
             parametric = type(origins[0]) is Node
             batched = not parametric or name not in ("to", "type_as")
+        if parametric and batched and _shared_by_all(tensors, origins):
+            batched = False
         if parametric and torch.is_grad_enabled() and name == "setitem":
             return self._write_parameter(func, args, batched)
         if parametric and batched and torch.is_grad_enabled():
@@ -136,13 +140,14 @@ class Interceptor:
         out = func(*args, **kwargs)
         if batched:
             self.outputs.note_batched(func, args, kwargs, out)
-            if self.memo is not None and key is not None and not parametric:
+            cacheable = key is not None and not parametric and not self.outputs.by_content
+            if self.memo is not None and key is not None and cacheable:
                 known = Outcome.of(out, self.provenance)
                 if known and not (in_place(func) and known.origins != origins[:1]):
                     self.memo.store(key, known)
         elif parametric:
             self.outputs.note_parametric(func, before, kwargs, out, planning=self.memo is None)
-        elif any(x is OUTSIDE or type(x) is Layout for x in origins):
+        elif any(x is OUTSIDE or has_rows(x) for x in origins):
             self.outputs.note_data(func, args, kwargs, out)
         else:
             self.outputs.note_constant(tensors, out)
@@ -152,7 +157,7 @@ class Interceptor:
         self, func: Any, tensors: Sequence[Tensor], origins: Sequence[Origin]
     ) -> list[Origin]:
         """Outside any module, data that meets a parameter is what the model receives."""
-        if any(type(x) is Layout for x in origins):
+        if any(has_rows(x) for x in origins):
             roots = sorted(r for x in origins if isinstance(x, Node) for r in x.roots)
             name = f"the operand of '{name_of(func)}' with {', '.join(roots[:2])}"
             self.inputs.anchor([(name, t) for t in tensors])
@@ -169,12 +174,13 @@ class Interceptor:
             with self.mode:
                 return body(*args, **kwargs)
         leaves, spec = flatten(args, kwargs)
-        nodes, layouts = self.provenance.operands(leaves)
-        claims = {c: name_of(func) for x in layouts if x is not None for c in x.claims}
+        nodes, batched = self.provenance.operands(leaves)
+        claims = {c: name_of(func) for x in batched if x is not None for c in x.claims}
         self.micro.claims.update(claims)
         if any(isinstance(x, Tensor) and x.is_nested for x in leaves):
             raise nested([n for n in nodes if n is not None])
-        site = self.taps.site(func, leaves, spec, nodes, layouts, self.micro.B)
+        rows = self.provenance.B
+        site = self.taps.site(func, leaves, spec, nodes, batched, rows, self.micro)
         given, saved = site.arguments(leaves)
         out = _run(func, given, site)
         if not site.detached and not any(t.requires_grad for t in tensors_in(out)):
@@ -186,12 +192,12 @@ class Interceptor:
         if of_pairs:
             site = replace(site, rule=halves, call=site.call.with_(shape=out.shape))
         else:
-            call = self._placed(site.call.with_(leaves=saved), func, args, kwargs, out)
-            site = replace(site, call=call.with_(leaves=()))
+            site = self._placed(site, func, args, kwargs, out, saved)
         cacheable = spec.nested is None and not in_place(func) and not claims and not of_pairs
+        cacheable = cacheable and not self.outputs.by_content
         if self.memo is not None and key is not None and cacheable:
             self.memo.store(key, site)
-        out = self._tap(out, site, site.call, leaves, saved)
+        out = self._tap(out, site, leaves, saved)
         if of_pairs:
             self.provenance.note(out, PAIRS)
         return out
@@ -205,39 +211,47 @@ class Interceptor:
                 assert self.micro is not None
                 self.micro.met, self.micro.autocast = True, autocast
                 out = self.taps.fused(site, leaves, self.receive, autocast)
-                self.provenance.note(out, site.call.layout)
+                assert site.origin is not None
+                self.provenance.note(out, site.origin)
                 return out
         given, saved = site.arguments(leaves)
         out = _run(func, given, site)
         if not site.detached and not out.requires_grad:
             self.outputs.note_batched(func, args, kwargs, out)
             return out
-        call = site.call
-        if out.shape != call.shape:
-            call = self._placed(call.with_(leaves=saved), func, args, kwargs, out)
-        return self._tap(out, site, call, leaves, saved)
+        if out.shape != site.call.shape:
+            site = self._placed(site, func, args, kwargs, out, saved)
+        return self._tap(out, site, leaves, saved)
 
-    def _placed(self, call: Call, func: Any, args: Any, kwargs: Any, out: Tensor) -> Call:
-        """The call with the layout and shape of its output; refuses it if that has no layout."""
-        layout = self.outputs.derive(func, args, kwargs, out)
-        if not isinstance(layout, Layout):
+    def _placed(
+        self, site: Site, func: Any, args: Any, kwargs: Any, out: Tensor, saved: Sequence[Any]
+    ) -> Site:
+        """The site with the layout and shape of its output; refuses it if that has no layout."""
+        self.outputs.by_content = False
+        origin = self.outputs.derive(func, args, kwargs, out, out)
+        if not has_rows(origin):
             why = "the examples cannot be told apart in its output"
-            if isinstance(layout, Lost) and layout.by != name_of(func):
-                why += f" since '{layout.by}'"
-            raise refusal(call, [out], why)
-        return call.with_(layout=layout, shape=out.shape)
+            if isinstance(origin, Lost) and origin.by != name_of(func):
+                why += f" since '{origin.by}'"
+            raise refusal(site.call.with_(leaves=saved), [out], why)
+        layout, n = rows_of(origin, out.shape, self.provenance.B)
+        call = site.call.with_(layout=layout, shape=out.shape, B=n)
+        return replace(site, origin=origin, call=call)
 
-    def _tap(
-        self, out: Tensor, site: Site, call: Call, leaves: Sequence[Any], saved: Sequence[Any]
-    ) -> Tensor:
+    def _tap(self, out: Tensor, site: Site, leaves: Sequence[Any], saved: Sequence[Any]) -> Tensor:
         """Tap the output of a site that has run; the tap holds the ``saved`` leaves."""
         assert self.micro is not None
+        call = site.call
+        if site.origin is not None:
+            positions = self.micro.positions(site.origin, call.B, out.device)
+            call = call.with_(positions=positions)
         packed = saved_tensors_hooks()
         if packed:
             self._expect_recomputation()
         out, call = self.taps.tap(out, site, call, leaves, saved, self.receive, packed)
         self.micro.met, self.micro.autocast = True, call.autocast
-        self.provenance.note(out, call.layout)
+        if site.origin is not None:
+            self.provenance.note(out, site.origin)
         return out
 
     def _write_parameter(self, func: Any, args: Any, batched: bool) -> None:
@@ -254,12 +268,12 @@ class Interceptor:
             return
         layout = self.provenance.layout(before)
         leaves, spec = flatten(pure, {})
-        nodes, layouts = self.provenance.operands(leaves)
+        nodes, operands = self.provenance.operands(leaves)
         saved = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
-        site = self.taps.written(
-            _put, saved, spec, nodes, layouts, self.micro.B, layout or Layout(0)
-        )
-        call = site.call.with_(leaves=saved)
+        rows = self.provenance.B
+        site = self.taps.written(_put, saved, spec, nodes, operands, rows, layout or Layout(0))
+        positions = None if layout is None else self.micro.positions(layout, rows, target.device)
+        call = site.call.with_(leaves=saved, positions=positions)
         if layout is None or base_of(target) is not None:
             raise refusal(call, [target], "the examples cannot be told apart in the target")
         self.micro.met = True
@@ -276,10 +290,23 @@ class Interceptor:
     def _run_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         assert self.micro is not None
         self.micro.backward = True
+        if func is not torch.autograd.grad:
+            args = tree_map(self._credit_to_nobody, args)
         if not self.provenance.expects_recomputation:
             return func(*args, **kwargs)
         with self.mode:
             return composite(func)(*args, **kwargs)
+
+    def _credit_to_nobody(self, root: Any) -> Any:
+        """A loss with a part made of parameters alone (a penalty on weights): what this part does
+        belongs to no example. Tapped, so that its gradient is known."""
+        assert self.micro is not None
+        origin = self.provenance.known(root) if isinstance(root, Tensor) else None
+        if type(origin) is not Node or not root.requires_grad:
+            return root
+        whole = Owners(torch.full([1] * root.ndim, NOBODY))
+        site = self.taps.root(root, origin, whole)
+        return self._tap(root, site, (root,), (root.detach(),))
 
     def _refuse_transformed(self, args: Any, kwargs: Any) -> None:
         """A parameter inside torch.func.vmap or grad."""
@@ -288,6 +315,15 @@ class Interceptor:
         roots = {r for x in origins if isinstance(x, Node) for r in x.roots}
         if roots and torch.is_grad_enabled():
             raise transformed(roots)
+
+
+def _shared_by_all(tensors: Sequence[Tensor], origins: Sequence[Origin]) -> bool:
+    """Are all operands made of the batch the same for every example, and either no function of it
+    that has a gradient (which experts were chosen) or one number (a loss)? With parameters they
+    make something that is made of parameters."""
+    mixed = [t for t, x in zip(tensors, origins, strict=True) if any_batched([x])]
+    alike = all(x is MIXED for x in origins if any_batched([x]))
+    return alike and all(t.numel() == 1 or not t.is_floating_point() for t in mixed)
 
 
 def _run(func: Any, leaves: Sequence[Any], site: Site) -> Any:

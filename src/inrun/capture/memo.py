@@ -13,10 +13,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from inrun.capture.provenance import Origin, Provenance
+from inrun.capture.provenance import Origin, Provenance, has_rows
 from inrun.capture.site import Site
 from inrun.gradients.nodes import Node
 from inrun.tensors.layout import Layout, tensors_in
+from inrun.tensors.owners import Owners
 
 Key: TypeAlias = tuple[Any, ...]
 
@@ -38,7 +39,10 @@ class Outcome:
         outs = tensors_of(out)
         if outs is None or any(t.is_nested for t in outs):  # these have no shape
             return None
-        return Outcome(provenance.find_all(outs), [t.shape for t in outs])
+        origins = provenance.find_all(outs)
+        if any(has_rows(x) and not _lasts(x) for x in origins):
+            return None
+        return Outcome(origins, [t.shape for t in outs])
 
     def note(self, out: Any, provenance: Provenance) -> bool:
         """Note the outputs of a cached call; False if their shapes differ from the cached ones."""
@@ -61,8 +65,8 @@ def tensors_of(out: Any) -> Sequence[Tensor] | None:
 class Memo:
     """The cache: key of a call → its site, or the outcome of an operation without parameters.
 
-    Keys hold the ids of origins. These stay alive: the provenance keeps layouts and parameters, and
-    a call on other nodes is not cached.
+    Keys hold the ids of origins. These stay alive: the provenance keeps layouts, static owner maps
+    and parameters, and a call on others is not cached.
     """
 
     def __init__(self, provenance: Provenance) -> None:
@@ -87,7 +91,7 @@ class Memo:
             for origin in self._provenance.find_all(tensors):
                 if type(origin) is Node and origin.param is None:
                     return None, None  # made anew in each step
-                if type(origin) is Layout and origin.data:
+                if has_rows(origin) and (origin.data or not _lasts(origin)):
                     return None, None  # the call may show that it is the batch
                 key.append(id(origin))
             found = tuple(key)
@@ -104,6 +108,11 @@ class Memo:
 
     def clear(self) -> None:
         self._known.clear()
+
+
+def _lasts(origin: Layout | Owners) -> bool:
+    """Is it the same object in the next step?"""
+    return type(origin) is Layout or (type(origin) is Owners and origin.static)
 
 
 def _extend(key: list[Any], tensors: list[Tensor], values: Iterable[Any]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,8 +13,11 @@ from inrun.errors import written_to
 from inrun.gradients import Call, Dense, Record
 from inrun.gradients.cost import MANY
 from inrun.gradients.nodes import Node
+from inrun.gradients.owned import Positions, by_owner
 from inrun.gradients.records import Lookup
 from inrun.tensors.autocast import Autocast
+from inrun.tensors.layout import Layout
+from inrun.tensors.owners import Owners, on_one_device
 from inrun.torch_compat import version_of
 
 if TYPE_CHECKING:
@@ -25,7 +28,8 @@ if TYPE_CHECKING:
 class MicroBatch:
     """The records of one ``with run.batch(ids)``."""
 
-    B: int
+    B: int  # examples
+    owner: Tensor | None = None  # [rows]: the example of each row that the capture follows
     autocast: Autocast | None = None
     records: dict[Node, list[Record]] = field(default_factory=dict)
     fixed: list[tuple[Tensor, int]] = field(default_factory=list)  # not to be written to: versions
@@ -33,8 +37,29 @@ class MicroBatch:
     claims: dict[str, str] = field(default_factory=dict)  # that a parameter met, and in what
     fired: bool = False  # did a gradient arrive?
     backward: bool = False  # did a backward pass run?
+    nobody: bool = False  # may records have a row more, for what belongs to no example?
+    doubts: list[tuple[str, Tensor]] = field(default_factory=list)  # flags: owners disagree in ...
+    _positions: dict[Any, Any] = field(default_factory=dict, repr=False)
     _by_root: dict[str, list[Node]] | None = field(default=None, repr=False)
     _counted: int = 0
+
+    def positions(
+        self, origin: Layout | Owners, rows: int, device: torch.device
+    ) -> Positions | None:
+        """Whose the positions of a tensor are; None if they are the examples in their order."""
+        if isinstance(origin, Layout) and self.owner is None:
+            return None
+        key = id(origin), rows
+        if key not in self._positions:
+            flat = torch.arange(rows) if isinstance(origin, Layout) else origin.map.flatten()
+            if self.owner is not None:
+                owner, flat = on_one_device(self.owner, flat)
+                flat = torch.where(flat < 0, flat, owner[flat.clamp(min=0)])
+            found = Positions.of(flat, self.B, device)
+            self._positions[key] = origin, found
+        found = self._positions[key][1]
+        self.nobody = self.nobody or found.rows > self.B
+        return found
 
     def add(self, node: Node, record: Record, directions: int = 1) -> int:
         """Keep a record; returns the bytes that it adds.
@@ -46,7 +71,7 @@ class MicroBatch:
         for i, other in enumerate(kept):
             if not isinstance(other, Dense):
                 continue
-            if isinstance(record, Dense):
+            if isinstance(record, Dense) and len(record.grads) == len(other.grads):
                 kept[i] = other + record
                 return 0
             if isinstance(record, Lookup) and directions >= MANY and record.joins(other):
@@ -101,7 +126,7 @@ class Keeper:
         self.first_gradient(micro)
         pairs = site.lasting(call, delta, loose)
         totals = site.totals(call, pairs)
-        self.keep(micro, call.name, pairs)
+        self.keep(micro, call, pairs)
         return totals
 
     def first_gradient(self, micro: MicroBatch) -> None:
@@ -110,9 +135,12 @@ class Keeper:
             micro.fired = True
             self.on_first_gradient()
 
-    def keep(self, micro: MicroBatch, name: str, pairs: Sequence[tuple[Node, Record]]) -> None:
-        """Add the records of the operation ``name`` to the micro-batch."""
+    def keep(self, micro: MicroBatch, call: Call, pairs: Sequence[tuple[Node, Record]]) -> None:
+        """Add the records of an operation to the micro-batch."""
+        name = call.name
         for node, record in pairs:
+            if call.positions is not None:
+                record = by_owner(record, call.positions, call.form == "materialise")
             kind = type(record)
             if (node.roots, name, kind) not in self._covered:
                 self._covered.add((node.roots, name, kind))

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from inrun.capture.provenance import CONSTANT, OUTSIDE, PAIRS, Origin, Provenance, follows_rows
+from inrun.capture.provenance import (
+    CONSTANT,
+    OUTSIDE,
+    PAIRS,
+    Origin,
+    Provenance,
+    follows_rows,
+    has_rows,
+)
 from inrun.capture.site import shape_of
 from inrun.errors import random_parameter, unseen_function
 from inrun.gradients import Call, Record
@@ -27,9 +35,12 @@ from inrun.gradients.nodes import Node
 from inrun.gradients.records import Replay
 from inrun.tensors.arguments import flatten
 from inrun.tensors.follow import follow
-from inrun.tensors.indexing import written
+from inrun.tensors.indexing import written as written_layout
 from inrun.tensors.layout import MIXED, Kind, Layout, Lost, in_place, lost, name_of, tensors_in
-from inrun.torch_compat import FakeTensor, tree_flatten
+from inrun.tensors.moving import SUMS_PRODUCTS, Move, written
+from inrun.tensors.moving import moved as apply_move
+from inrun.tensors.owners import Owners, UnknownOwnerError, settled
+from inrun.torch_compat import DisableTorchFunction, FakeTensor, tree_flatten
 
 _COLLATED = ("stack", "cat", "concat", "concatenate", "vstack", "pad_sequence")
 _RANDOM = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
@@ -48,11 +59,16 @@ class Outputs:
 
     def __init__(self, provenance: Provenance) -> None:
         self.provenance = provenance
+        self.by_content = False  # did what a tensor holds decide about the last output?
+        self.doubts: list[tuple[str, Tensor]] = []  # flags on a device: owners did not agree in ...
 
     # Of operations on the batch
 
-    def derive(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Layout | Kind:
-        """Where the examples are in the output of an operation on the batch."""
+    def derive(
+        self, func: Any, args: Any, kwargs: Any, out: Tensor, result: Any
+    ) -> Layout | Owners | Kind:
+        """Where the examples are in one output of an operation on the batch; ``result`` holds all
+        of them."""
         B = self.provenance.B
         if out.is_nested:
             return lost("a nested tensor")
@@ -68,10 +84,52 @@ class Outputs:
         if found is not None:
             return found if out.ndim else MIXED
         find = self.provenance.layout
-        if not any(find(t) is not None for t in tensors):
+        moved = any(type(x) is Owners and not x.data for x in origins)
+        if not moved and not any(find(t) is not None for t in tensors):
             return MIXED
-        layout = follow(func, args, kwargs, out, find, B)
-        return self._proved(layout) if isinstance(layout, Layout) else layout
+        if not moved:
+            layout = follow(func, args, kwargs, out, find, B)
+            if isinstance(layout, Layout):
+                return self._proved(layout)
+            if not isinstance(layout, Lost):
+                return layout
+            if name_of(func) in SUMS_PRODUCTS and self.provenance.slots is None:
+                return layout
+        return self._moved(Move(func, args, kwargs, result, out, *self._ways(func)), origins)
+
+    def _ways(self, func: Any) -> tuple[Any, Any, Any, Tensor | None]:
+        """How a ``Move`` finds owner maps and constants, where it leaves doubts, and whose rows
+        are."""
+
+        def constant(t: Tensor) -> bool:
+            return self.provenance.find(t) is CONSTANT
+
+        def doubt(flag: Tensor) -> None:
+            self.doubts.append((name_of(func), flag))
+
+        return self.provenance.owners, constant, doubt, self.provenance.owner
+
+    def _moved(self, move: Move, origins: Sequence[Origin]) -> Layout | Owners | Kind:
+        """The same by owner maps: rows have moved, or move here."""
+        by = name_of(move.func)
+        if isinstance(move.out, FakeTensor):  # being planned: maps need data
+            return lost(by)
+        try:
+            with DisableTorchFunction(), torch.no_grad():
+                found = written(move, *move.args) if by == "setitem" else apply_move(move)
+        except UnknownOwnerError:
+            return lost(by)
+        except (ValueError, IndexError, TypeError, RuntimeError, NotImplementedError):
+            return lost(by)
+        finally:
+            self.by_content = self.by_content or move.content
+        if isinstance(found, Kind):
+            return found
+        rows = [x for x in origins if has_rows(x) and not x.data]
+        static = not move.content and all(type(x) is Layout or x.static for x in rows)  # type: ignore[union-attr]
+        claims = frozenset[str]().union(*(x.claims for x in rows))
+        claims = frozenset(self.provenance.claims.unproven(claims))
+        return settled(Owners(found, static, claims=claims), self.provenance.B)
 
     def _proved(self, found: Layout) -> Layout:
         """The layout, after noting which claims the operation has proven."""
@@ -83,15 +141,15 @@ class Outputs:
 
     def note_batched(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Note the outputs of an operation on the batch."""
-        name = name_of(func)
+        name, self.by_content = name_of(func), False
         if name == "setitem":
-            self._note_written(*args)
+            self._note_written(func, *args)
             return
         for t in tensors_in(out):
             if name.startswith("new_") or self._only_converted(name, args):
                 self.provenance.note(t, CONSTANT)
                 continue
-            found = self.derive(func, args, kwargs, t)
+            found = self.derive(func, args, kwargs, t, out)
             if (args and t is args[0]) or t is kwargs.get("out"):
                 self._note_in_place(t, found)
             self.provenance.note(t, found)
@@ -102,7 +160,7 @@ class Outputs:
             name in ("to", "type_as") and bool(args) and self.provenance.find(args[0]) is CONSTANT
         )
 
-    def _note_written(self, target: Tensor, index: Any, value: Any) -> None:
+    def _note_written(self, func: Any, target: Tensor, index: Any, value: Any) -> None:
         """``target[index] = value``: a target without examples takes the value's."""
         provenance = self.provenance
         own = provenance.find(target)
@@ -111,18 +169,21 @@ class Outputs:
             provenance.note(target, Layout(0, target.shape[0] if target.ndim else 1))
             return
         indices = provenance.find_all(tensors_in(index))
-        found: Layout | Kind = lost("setitem")
+        found: Layout | Owners | Kind = lost("setitem")
         if isinstance(own, Lost) or isinstance(origin, Lost):
             found = own if isinstance(own, Lost) else origin  # type: ignore[assignment]
         elif (layout := provenance.layout(value)) is not None:
             before = provenance.layout(target)
             if before is not None or own is CONSTANT or type(own) is Layout:
-                made = written(target, index, value, layout, before, provenance.B)
+                made = written_layout(target, index, value, layout, before, provenance.B)
                 found = found if made is None else self._proved(made)
-        elif type(own) is Layout and not own.data:
+        elif has_rows(own) and not own.data and not has_rows(origin):
             return  # the same for all examples, or no example's: they stay where they are
-        elif not any(type(x) in (Lost, Layout) for x in indices):
+        elif not has_rows(origin) and not any(type(x) is Lost or has_rows(x) for x in indices):
             found = MIXED
+        if isinstance(found, Lost) and found.by == "setitem" and has_rows(origin):
+            move = Move(func, (target, index, value), {}, target, target, *self._ways(func))
+            found = self._moved(move, [own, origin])
         self._note_in_place(target, found)
         provenance.note(target, found)
 
@@ -146,12 +207,14 @@ class Outputs:
         """Note outputs made of the loop's data: by the layout rules, else by the shape."""
         provenance = self.provenance
         for t in tensors_in(out):
-            found: Layout | Kind | None = None
-            if name_of(func) not in _COLLATED or provenance.as_data(t) is OUTSIDE:
+            found: Layout | Owners | Kind | None = None
+            if provenance.slots is None and (
+                name_of(func) not in _COLLATED or provenance.as_data(t) is OUTSIDE
+            ):
                 found = follow(func, args, kwargs, t, provenance.data_layout, provenance.B)
             if not isinstance(found, Layout):
                 found = provenance.as_data(t)
-            provenance.assume(t, replace(found, data=True) if isinstance(found, Layout) else found)
+            provenance.assume(t, replace(found, data=True) if has_rows(found) else found)
 
     def note_constant(self, tensors: Sequence[Tensor], out: Any) -> None:
         """Note the outputs of an operation on constants."""
@@ -206,7 +269,7 @@ class Outputs:
             return origin
         if origin is None or planning:
             return x
-        if follows_rows(origin):  # asked for its type or shape
+        if follows_rows(origin) and origin is not MIXED:  # asked for its type or shape
             return shape_of(x)
         return x.detach().clone()
 

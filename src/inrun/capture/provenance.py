@@ -2,7 +2,8 @@
 
 The origin of a tensor is one of
 
-* *batched*: made of the batch; a ``Layout`` says where its examples are;
+* *batched*: made of the batch; a ``Layout`` says where its examples are, an ``Owners`` map whose
+  its numbers are where rows have moved or several dimensions tell the examples apart;
 * *data*: the loop's own, not yet received by the model; a ``Layout`` with ``data`` set if it has
   one entry per example, OUTSIDE if not (a whole dataset, of which a part may be the batch);
 * *parametric*: a watched parameter or made of parameters alone (a ``Node``);
@@ -21,12 +22,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeGuard, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from inrun.gradients.nodes import Node
 from inrun.tensors.layout import MIXED, Kind, Layout, Lost, lost, tensors_in
+from inrun.tensors.owners import Owners, UnknownOwnerError, of_layout, settled
 from inrun.torch_compat import (
     MODULE_ATTRIBUTES,
     FakeTensor,
@@ -35,10 +38,11 @@ from inrun.torch_compat import (
     parameters_of,
 )
 
-Origin: TypeAlias = Node | Layout | Kind  # ``Lost`` is a Kind, too
+Origin: TypeAlias = Node | Layout | Owners | Kind  # ``Lost`` is a Kind, too
 
 CONSTANT, OUTSIDE, PAIRS = Kind("constant"), Kind("outside"), Kind("pairs")
 
+_MOST = 10_000  # maps of layouts that are kept
 _CALL = " (call "  # in the name of a claim, after the input's
 
 T = TypeVar("T")
@@ -47,14 +51,18 @@ T = TypeVar("T")
 def any_batched(origins: Iterable[Origin]) -> bool:
     """Is one of them made of the batch?"""
     return any(
-        x is MIXED or x is PAIRS or type(x) is Lost or (type(x) is Layout and not x.data)
-        for x in origins
+        x is MIXED or x is PAIRS or type(x) is Lost or (has_rows(x) and not x.data) for x in origins
     )
+
+
+def has_rows(origin: Origin | None) -> TypeGuard[Layout | Owners]:
+    """Is it known which numbers belong to which example?"""
+    return type(origin) is Layout or type(origin) is Owners
 
 
 def follows_rows(origin: Origin) -> bool:
     """Is it made of the batch or of data with one entry per example?"""
-    return type(origin) in (Layout, Lost) or origin is MIXED or origin is PAIRS
+    return type(origin) in (Layout, Owners, Lost) or origin is MIXED or origin is PAIRS
 
 
 class TensorMap(Generic[T]):
@@ -153,13 +161,20 @@ class Provenance:
         self.held: Collection[int] = ()  # ids of the parameters that the optimizer trains
         self.outsiders: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self.claims = Claims()
-        self._layouts: dict[tuple[Any, ...], Layout] = {}
+        self._layouts: dict[tuple[Any, ...], Layout | Owners] = {}
+        self._maps: dict[tuple[Any, ...], Tensor] = {}  # of layouts
         self.watch(params)
         self.new_batch(0)
 
-    def new_batch(self, B: int) -> None:
-        """Forget all tensors. A batch of B examples begins (0: none is open)."""
-        self.B = B
+    def new_batch(self, B: int, owner: Tensor | None = None) -> None:
+        """Forget all tensors. A batch of B examples begins (0: none is open).
+
+        With ``owner``, a row is an entry of the leading dimensions of the model's inputs, which
+        ``owner`` has, too, and ``owner`` says whose it is.
+        """
+        self.B = B if owner is None else owner.numel()
+        self.slots = None if owner is None else tuple(owner.shape)
+        self.owner = None if owner is None else owner.flatten()
         self.anchored = False  # is it known which tensors are the batch?
         self.inside = False  # does a module of the user's run that has received the batch?
         self.shapes: list[tuple[int, ...]] = []  # of data without an entry for each example
@@ -206,20 +221,46 @@ class Provenance:
         unproven = frozenset(self.claims.unproven(origin.claims))
         return origin if unproven == origin.claims else replace(origin, claims=unproven)
 
+    def owners(self, t: Any) -> Tensor | None:
+        """The owner map of a tensor made of the batch; None if it has no examples or is the same
+        for all. Raises ``UnknownOwnerError`` where it is not known."""
+        origin = self.find(t) if isinstance(t, Tensor) else None
+        if type(origin) is Lost or origin is PAIRS:
+            raise UnknownOwnerError
+        if not has_rows(origin) or (origin.data and self.anchored):
+            return None
+        return self.map_of(origin, t.ndim)
+
+    def map_of(self, origin: Layout | Owners, ndim: int) -> Tensor:
+        """The owner map of a tensor with this origin and so many dimensions."""
+        if isinstance(origin, Owners):
+            return origin.map
+        key = origin.dim, origin.outer, origin.inner, ndim, self.B
+        if key not in self._maps:
+            if len(self._maps) > _MOST:
+                self._maps.clear()
+            self._maps[key] = of_layout(origin, ndim, self.B)
+        return self._maps[key]
+
     def data_layout(self, t: Any) -> Layout | None:
         """The layout of a batched tensor or of data; else None."""
         origin = self.find(t) if isinstance(t, Tensor) else None
         return origin if type(origin) is Layout else None
 
-    def operands(self, leaves: Sequence[Any]) -> tuple[list[Node | None], list[Layout | None]]:
+    def operands(
+        self, leaves: Sequence[Any]
+    ) -> tuple[list[Node | None], list[Layout | Owners | None]]:
         """Which arguments are parametric, and where the examples are in the batched ones."""
         nodes: list[Node | None] = []
-        layouts: list[Layout | None] = []
+        batched: list[Layout | Owners | None] = []
         for x in leaves:
             origin = self.find(x) if isinstance(x, Tensor) else None
             nodes.append(origin if type(origin) is Node else None)
-            layouts.append(Layout(0) if origin is PAIRS else self.layout(x))
-        return nodes, layouts
+            if type(origin) is Owners:
+                batched.append(None if origin.data and self.anchored else origin)
+            else:
+                batched.append(Layout(0) if origin is PAIRS else self.layout(x))
+        return nodes, batched
 
     def owns(self, t: Tensor) -> bool:
         """Is it one of the model's own tensors?"""
@@ -257,11 +298,15 @@ class Provenance:
             return CONSTANT
         return self.as_data(t)
 
-    def as_data(self, t: Tensor) -> Layout | Kind:
-        """The loop's own tensor: it may be the batch if it has an entry for each example."""
+    def as_data(self, t: Tensor) -> Layout | Owners | Kind:
+        """The loop's own tensor: it may be the batch if it has an entry for each row."""
         if t.is_nested:
             return lost("a nested tensor")
-        if t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.B:
+        if self.slots is not None:
+            if tuple(t.shape[: len(self.slots)]) == self.slots:
+                rows = torch.arange(self.B).view(*self.slots, *[1] * (t.ndim - len(self.slots)))
+                return settled(Owners(rows, data=True), self.B)
+        elif t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.B:
             return Layout(self.batch_dim, data=True)
         self.shapes.append(tuple(t.shape))
         return OUTSIDE
@@ -284,10 +329,15 @@ class Provenance:
         self._origins[t] = self.one(origin)
 
     def one(self, origin: Origin) -> Origin:
-        """One object for all equal layouts: its id is part of the memo's keys."""
-        if type(origin) is not Layout:
+        """One object for all equal layouts and static maps: its id is part of the memo's keys."""
+        key: tuple[Any, ...]
+        if type(origin) is Layout:
+            key = (origin.dim, origin.outer, origin.inner, origin.data, origin.claims)
+        elif type(origin) is Owners and origin.static and origin.known:
+            content = origin.map.numpy().tobytes()
+            key = (tuple(origin.map.shape), content, origin.data, origin.claims)
+        else:
             return origin
-        key = (origin.dim, origin.outer, origin.inner, origin.data, origin.claims)
         return self._layouts.setdefault(key, origin)
 
     # Activation checkpointing: what is recomputed begins with other tensors in the same memory

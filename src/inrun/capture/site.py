@@ -12,13 +12,14 @@ fused op or not) or compiled:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from inrun.capture.micro_batch import MicroBatch
 from inrun.capture.tap import FusedOp, Receive, apply_tap, device_of, fused_op, run_fused, tapped
 from inrun.errors import refusal
 from inrun.gradients import Call, Dense, Form, OpRule, Record, op_rule, replay
@@ -28,7 +29,8 @@ from inrun.gradients.nodes import Node
 from inrun.gradients.records import Aligned, wide_type
 from inrun.tensors.arguments import Spec, present
 from inrun.tensors.autocast import Autocast, current
-from inrun.tensors.layout import Layout, in_place, name_of
+from inrun.tensors.layout import Layout, Spread, in_place, name_of
+from inrun.tensors.owners import Owners
 
 Pairs: TypeAlias = Sequence[tuple[Node, Record]]  # a record of each node that took part
 
@@ -45,6 +47,7 @@ class Site:
 
     call: Call
     rule: RuleFunction
+    origin: Layout | Owners | None  # of the output
     parametric: tuple[int, ...]
     batched: tuple[int, ...]
     detached: tuple[int, ...]  # the operation sees them detached
@@ -126,20 +129,28 @@ class Taps:
 
     def site(
         self, func: Any, leaves: Sequence[Any], spec: Spec, nodes: Sequence[Node | None],
-        layouts: Sequence[Layout | None], B: int,
+        batched: Sequence[Layout | Owners | None], rows: int, micro: MicroBatch,
     ) -> Site:  # fmt: skip
-        """Analyse a call before it runs. The output's layout and shape are not known yet."""
+        """Analyse a call before it runs. The output's layout and shape are not known yet: its
+        positions are taken for those of the first batched leaf."""
         rule, writes = op_rule(func), in_place(func)
         pure = getattr(torch, name_of(func), None) if writes else func
+        layouts = _layouts(batched, leaves, rows)
         call = Call(
-            pure or func, spec, leaves, tuple(nodes), tuple(layouts), Layout(0), B, self.form
+            pure or func, spec, leaves, tuple(nodes), tuple(layouts), Layout(0), rows, self.form
         )
+        for x, t in zip(batched, leaves, strict=True):
+            if x is not None:
+                n = rows_of(x, t.shape, rows)[1]
+                call = call.with_(B=n, positions=micro.positions(x, n, t.device))
+                break
         if rule is not None:
             call = rule.settled(call, self.fast, self.directions)
         summed = summed_leaves(rule, call) if self.fast else ()
         return Site(
             call=call.with_(leaves=()),
             rule=rule.records if rule else replay,
+            origin=None,
             parametric=present(nodes),
             batched=present(layouts),
             detached=present(nodes) if self.probe else summed,
@@ -147,18 +158,30 @@ class Taps:
             shapes_only=name_of(func) in _SHAPES_SUFFICE,
             writes=writes,
             kept=rule.kept if rule else (),
-            fused=fused_op(call, func, summed) if summed and not self.probe else None,
+            fused=fused_op(call, func, summed) if self._fusable(call, summed) else None,
         )
+
+    def _fusable(self, call: Call, summed: tuple[int, ...]) -> bool:
+        return bool(summed) and not self.probe and call.positions is None
 
     def written(
         self, func: Any, leaves: Sequence[Any], spec: Spec, nodes: Sequence[Node | None],
-        layouts: Sequence[Layout | None], B: int, layout: Layout,
+        batched: Sequence[Layout | Owners | None], B: int, layout: Layout,
     ) -> Site:  # fmt: skip
         """The site of ``target[index] = parameter``, given as a function of (target, index, value)
         that returns a new target. It has run already: nothing is detached."""
+        layouts = _layouts(batched, leaves, B)
         call = Call(func, spec, (), tuple(nodes), tuple(layouts), layout, B, self.form,
                     leaves[0].shape)  # fmt: skip
-        return Site(call, replay, present(nodes), present(layouts), (), ())
+        return Site(call, replay, layout, present(nodes), present(layouts), (), ())
+
+    def root(self, root: Tensor, node: Node, origin: Owners) -> Site:
+        """The site of a loss that is a node: δ is the gradient of the node itself."""
+        spec = Spec(1, ())
+        call = Call(
+            torch.clone, spec, (), (node,), (None,), Layout(0), 1, self.form, tuple(root.shape)
+        )
+        return Site(call, _itself, origin, (0,), (), (), ())
 
     def tap(
         self, out: Tensor, site: Site, call: Call, leaves: Sequence[Any], saved: Sequence[Any],
@@ -184,6 +207,11 @@ class Taps:
         return run_fused(leaves[0], call, site, receive, *[leaves[i] for i in site.summed])
 
 
+def _itself(call: Call, delta: Tensor) -> Iterator[tuple[Node, Record]]:
+    """The rule of a node's own gradient."""
+    yield call.nodes[0], Dense(delta[None])
+
+
 def summed_leaves(rule: OpRule | None, call: Call) -> tuple[int, ...]:
     """Leaves whose gradients can be sums of per-example gradients that are formed anyway."""
     if rule is None:
@@ -198,6 +226,27 @@ def summed_leaves(rule: OpRule | None, call: Call) -> tuple[int, ...]:
         for leaf, node in zip(found, nodes, strict=True)
         if node is not None and nodes.count(node) == 1
     )
+
+
+def _layouts(
+    batched: Sequence[Layout | Owners | None], leaves: Sequence[Any], rows: int
+) -> list[Layout | Spread | None]:
+    """Where the positions are in each leaf."""
+    given = zip(batched, leaves, strict=True)
+    return [None if x is None else rows_of(x, t.shape, rows)[0] for x, t in given]
+
+
+def rows_of(
+    origin: Layout | Owners, shape: Sequence[int], rows: int
+) -> tuple[Layout | Spread, int]:
+    """Where the positions of a tensor are, and how many: its rows, for the rule of an operation."""
+    if isinstance(origin, Layout):
+        return origin, rows
+    dims = origin.varying()
+    n = origin.map.numel()
+    if not dims:  # all of it belongs to one
+        return Layout(0, shape[0] if len(shape) else 1), 1
+    return (Layout(dims[0]) if len(dims) == 1 else Spread(tuple(dims))), n
 
 
 def has_pure_form(func: Any) -> bool:

@@ -2,9 +2,9 @@
 
 A rule sees the positions of an operation's output (tokens of packed rows, tokens sent to an expert,
 rows in another order) as if each were an example: its records have one row per position. Here the
-positions of an example are added up: g_i = Σ_{j: owner(j) = i} g_j. A position may belong to nobody;
-the gradients of all those are one more row at the end, so that no part of the batch's gradient is
-missing.
+positions of an example are added up: g_i = Σ_{j: owner(j) = i} g_j. A position may belong to
+nobody; the gradients of all those are one more row at the end, so that no part of the batch's
+gradient is missing.
 """
 
 from __future__ import annotations

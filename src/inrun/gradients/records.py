@@ -256,7 +256,10 @@ class Lookup(Record):
         """Are the table's gradients formed anyway (it is the head's weight, too), so that g_i can
         be added to them?"""
         B, T = self.ids.shape
-        return isinstance(other, Dense) and other.own and B * T * T <= _CHOSEN
+        return (
+            isinstance(other, Dense) and other.own and len(other.grads) == B
+            and B * T * T <= _CHOSEN
+        )  # fmt: skip
 
     def add_to(self, rows: Tensor) -> None:
         """Add g_i to ``rows`` [B, V, O], in place; each number is rounded once (but for products

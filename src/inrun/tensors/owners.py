@@ -87,21 +87,16 @@ def _in_order(entries: Tensor, B: int) -> tuple[int, int] | None:
     return (outer, inner) if torch.equal(entries, expected) else None
 
 
-Expect = Callable[
-    [Tensor], None
-]  # notes a condition that must hold everywhere, or raises UnknownOwnerError
+Agree = Callable[[Tensor, Tensor], Tensor]  # two maps as one, or raises UnknownOwnerError
 
 
-def together(maps: Sequence[Tensor], expect: Expect) -> Tensor:
+def together(maps: Sequence[Tensor], agree: Agree) -> Tensor:
     """The one map of operands whose numbers lie beside each other in an output (all have its
-    number of dimensions). What belongs to nobody takes no part."""
+    number of dimensions)."""
     first, *rest = maps
     for other in rest:
-        if other is first:
-            continue
-        a, b = on_one_device(first, other)
-        expect((a == b) | (a < 0) | (b < 0))
-        first = a if a.shape == b.shape and a.is_cpu and torch.equal(a, b) else torch.maximum(a, b)
+        if other is not first:
+            first = agree(first, other)
     return first
 
 

@@ -35,7 +35,7 @@ from inrun.capture.compiled.planner import (
 from inrun.capture.micro_batch import MicroBatch
 from inrun.capture.provenance import Origin
 from inrun.gradients.nodes import Node
-from inrun.tensors.layout import tensors_in
+from inrun.tensors.layout import Layout, tensors_in
 from inrun.torch_compat import (
     DisableTorchFunction,
     HigherOrderOperator,
@@ -107,7 +107,7 @@ class Variant:
     @cached_property
     def claims(self) -> dict[str, str]:
         """What its layouts rest on, with the name of an operation."""
-        operands = [(t.call, x) for t in self.taps for x in t.call.layouts if x is not None]
+        operands = [(t.call, x) for t in self.taps for x in t.call.layouts if isinstance(x, Layout)]
         return {claim: call.name for call, x in operands for claim in x.claims}
 
 
@@ -230,7 +230,9 @@ class Receive(torch.autograd.Function):
                 # an input as it came: the next micro-batch may be written to its memory
                 given = [t.clone() if t.data_ptr() in ctx.data else t for t in given]
                 pairs = tap.arrived(given)
-            ctx.capture.keeper.keep(ctx.micro, tap.call.name, pairs)
+            positions = ctx.micro.positions(tap.call.layout, tap.call.B, given[0].device)
+            call = tap.call.with_(positions=positions)
+            ctx.capture.keeper.keep(ctx.micro, call, pairs)
         return None, None, None, None, None
 
 

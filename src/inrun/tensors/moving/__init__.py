@@ -20,7 +20,13 @@ from inrun.tensors.moving.move import Move
 from inrun.tensors.operations import ALONG, ELEMENTWISE, REDUCTIONS, is_pointwise
 from inrun.tensors.owners import UnknownOwnerError
 
-__all__ = ["Move", "moved", "written"]
+__all__ = ["SUMS_PRODUCTS", "Move", "moved", "written"]
+
+# Where all operands have layouts and these do not fit, a sum or product mixes examples.
+SUMS_PRODUCTS = frozenset((
+    *REDUCTIONS, "matmul", "rmatmul", "bmm", "mm", "mv", "linear", "einsum", "addmm", "baddbmm",
+    "scaled_dot_product_attention",
+))  # fmt: skip
 
 
 def moved(move: Move) -> Tensor | Kind:

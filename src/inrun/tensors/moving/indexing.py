@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from inrun.tensors.layout import name_of
-from inrun.tensors.moving.move import Move, right, slim
+from inrun.tensors.moving.move import Move, bool_or, right, slim
 from inrun.tensors.owners import UnknownOwnerError, expanded, on_one_device, together
 
 # Indexing
@@ -80,7 +80,7 @@ def _picked(move: Move, items: Sequence[Any]) -> Tensor:
     width = max(t.ndim for t in tensors)
     maps = [right(m, width) for _, m in move.maps(tensors)]
     before = sum(not isinstance(i, int) for i in items[: places[0]])
-    m = together(maps, move.expect)
+    m = together(maps, move.agree)
     return m.view([1] * before + list(m.shape) + [1] * (move.out.ndim - before - width))
 
 
@@ -156,7 +156,7 @@ def index_write(move: Move) -> Tensor:
     """``index_add``, ``index_copy`` along a dimension."""
     x, dim, i = move.first, move.given(1, "dim"), move.given(2, "index")
     source = move.given(3, "source", "tensor")
-    m, s = move.map_of(x), move.find(source)
+    known, m, s = move.find(x), move.map_of(x), move.find(source)
     if s is None:
         return m
     dim = dim % x.ndim
@@ -168,11 +168,11 @@ def index_write(move: Move) -> Tensor:
     sizes[dim] = source.shape[dim]
     s = s.expand(sizes)
     if name_of(move.func) == "index_add":
-        before = m.index_select(dim, i)
-        move.expect((before == s) | (before < 0) | (s < 0))
-        s = torch.maximum(before, s)
+        s = move.agree(m.index_select(dim, i), s)
+        if known is not None and known.is_cpu and not bool_or(known < 0):
+            return known
     new = m.index_copy(dim, i, s)
-    move.expect(new.index_select(dim, i) == s)
+    move.agree(new.index_select(dim, i), s)  # several may be written to one place
     return new
 
 
@@ -202,11 +202,9 @@ def scatter(move: Move) -> Tensor:
     s = s.expand([i.shape[d] if s.shape[d] == 1 else n for d, n in enumerate(s.shape)])
     s = s[tuple(slice(0, n) for n in i.shape)]
     if name_of(move.func) != "scatter":
-        before = m.gather(dim, i)
-        move.expect((before == s) | (before < 0) | (s < 0))
-        s = torch.maximum(before, s)
+        s = move.agree(m.gather(dim, i), s)
     new = m.scatter(dim, i, s)
-    move.expect(new.gather(dim, i) == s)
+    move.agree(new.gather(dim, i), s)
     return new
 
 
@@ -233,8 +231,7 @@ def written(move: Move, x: Tensor, index: Any, value: Any, add: bool = False) ->
     part = new[place]
     s = right(expanded(s, value.shape).to(device, non_blocking=True), part.ndim).expand(part.shape)
     if add:
-        move.expect((part == s) | (part < 0) | (s < 0))
-        s = torch.maximum(part, s)
+        s = move.agree(part, s)
     new[place] = s
-    move.expect(new[place] == s)
+    move.agree(new[place], s)
     return new

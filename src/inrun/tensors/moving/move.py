@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inrun.tensors.layout import tensors_in
-from inrun.tensors.owners import NOBODY, UnknownOwnerError
+from inrun.tensors.owners import NOBODY, UnknownOwnerError, on_one_device
 
 
 @dataclass
@@ -28,7 +28,9 @@ class Move:
     result: Any
     out: Tensor
     find: Callable[[Tensor], Tensor | None]
-    doubt: Callable[[Tensor], None]  # is told a condition on a device that must not be false
+    constant: Callable[[Tensor], bool]  # is a tensor made of neither examples nor parameters?
+    doubt: Callable[[Tensor], None]  # is given a flag on a device: owners do not agree
+    owner: Tensor | None = None  # the example of each row, where rows are not the examples
     content: bool = field(default=False)
 
     def given(self, position: int, *names: str, default: Any = None) -> Any:
@@ -42,17 +44,32 @@ class Move:
         return self.args[0] if self.args else next(iter(self.kwargs.values()))
 
     def map_of(self, t: Any) -> Tensor:
-        """The map of a tensor; all nobody's if it has no examples."""
-        found = self.find(t) if isinstance(t, Tensor) else None
+        """The map of a tensor; all nobody's if it is a constant."""
+        found = self.find(t)
+        if found is None and not self.constant(t):
+            raise UnknownOwnerError
         return torch.full([1] * t.ndim, NOBODY) if found is None else found
 
-    def expect(self, condition: Tensor) -> None:
-        """The condition must hold for all its entries."""
-        if condition.is_cpu:
-            if not bool(condition.all()):
-                raise UnknownOwnerError
-        else:
-            self.doubt(~condition.all())
+    def agree(self, a: Tensor, b: Tensor) -> Tensor:
+        """The one map of two, whose entries must belong to the same example or one of them to
+        nobody."""
+        a, b = on_one_device(a, b)
+        same = (a == b) | (a < 0) | (b < 0)
+        if self.owner is not None and not (same.is_cpu and bool(same.all())):
+            self.content = True
+            same = same | (self.examples(a) == self.examples(b))
+        if not same.is_cpu:
+            self.doubt(~same.all())
+        elif not bool(same.all()):
+            raise UnknownOwnerError
+        return a if a.shape == same.shape and not bool_or(a < 0) else torch.maximum(a, b)
+
+    def examples(self, m: Tensor) -> Tensor:
+        """The map with examples in the place of rows."""
+        if self.owner is None:
+            return m
+        owner, m = on_one_device(self.owner, m)
+        return torch.where(m < 0, m, owner[m.clamp(min=0)])
 
     def maps(self, *trees: Any) -> list[tuple[Tensor, Tensor]]:
         """The tensors that have a map, with it."""
@@ -66,6 +83,11 @@ class Move:
         if i.device != m.device:
             return (i, m.to(i.device, non_blocking=True)) if m.is_cpu else (i.to(m.device), m)
         return i, m
+
+
+def bool_or(condition: Tensor) -> bool:
+    """Does it hold somewhere? True where that is not known on the host."""
+    return not condition.is_cpu or bool(condition.any())
 
 
 def varying(m: Tensor) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ def aligned(move: Move) -> Tensor | Kind:
     maps = [right(m, move.out.ndim) for _, m in move.maps(move.args, move.kwargs)]
     if move.out.dtype == torch.bool and len({varying(m) for m in maps}) > 1:
         return MIXED  # a mask of pairs of positions
-    return together(maps, move.expect)
+    return together(maps, move.agree)
 
 
 def where(move: Move) -> Tensor | Kind:
@@ -50,7 +50,7 @@ def rows(move: Move) -> Tensor:
         raise UnknownOwnerError
     maps = [move.find(t) for t in tensors_in(move.args[1:], move.kwargs)]
     flat = [m.flatten(), *(k.flatten() for k in maps if k is not None)]
-    return together(flat, move.expect).view([-1] + [1] * (move.out.ndim - 1))
+    return together(flat, move.agree).view([-1] + [1] * (move.out.ndim - 1))
 
 
 def along(move: Move) -> Tensor:
@@ -200,6 +200,7 @@ def _host(maps: Sequence[Tensor]) -> bool:
     return all(m.is_cpu for m in maps)
 
 
-def _certain(condition: Tensor) -> None:
-    if not condition.is_cpu or not bool(condition.all()):
+def _certain(a: Tensor, b: Tensor) -> Tensor:
+    if not torch.equal(a, b):
         raise UnknownOwnerError
+    return a

@@ -29,12 +29,17 @@ def reduced(move: Move) -> Tensor | Kind:
     changing = [d for d in over if m.shape[d] > 1]
     if changing:
         whole = set(varying(m)) <= set(changing)
-        top = m.amax(changing, keepdim=True)
-        low = m.masked_fill(m < 0, 2**62).amin(changing, keepdim=True)
-        same = (low == top) | (top < 0)
-        if whole and (not m.is_cpu or not bool(same.all())):
+        top, e = m.amax(changing, keepdim=True), move.examples(m)
+        high, low = e.amax(changing, keepdim=True), e.masked_fill(e < 0, 2**62)
+        same = (low.amin(changing, keepdim=True) == high) | (high < 0)
+        if whole and (not same.is_cpu or not bool(same.all())):
             return MIXED
-        move.expect(same)
+        if move.owner is not None:
+            move.content = True
+        if not same.is_cpu:
+            move.doubt(~same.all())
+        elif not bool(same.all()):
+            raise UnknownOwnerError
         m = top
     if move.out.ndim == x.ndim:
         return m
@@ -65,7 +70,7 @@ def contracted(move: Move) -> Tensor:
         raise UnknownOwnerError
     if len(first) > 1 and len({varying(m) for m in first}) > 1:
         return first[0]  # scores of queries and keys: a row is the query's
-    return together(first, move.expect)
+    return together(first, move.agree)
 
 
 def _letters(move: Move) -> tuple[list[Tensor], list[list[Any]], list[Any]]:
