@@ -40,7 +40,7 @@ from inrun.tensors.layout import MIXED, Kind, Layout, Lost, in_place, lost, name
 from inrun.tensors.moving import SUMS_PRODUCTS, Move, written
 from inrun.tensors.moving import moved as apply_move
 from inrun.tensors.owners import Owners, UnknownOwnerError, settled
-from inrun.torch_compat import DisableTorchFunction, FakeTensor, tree_flatten
+from inrun.torch_compat import DisableTorchFunction, FakeTensor, base_of, tree_flatten
 
 _COLLATED = ("stack", "cat", "concat", "concatenate", "vstack", "pad_sequence")
 _RANDOM = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
@@ -197,7 +197,9 @@ class Outputs:
             if other is t or type(origin) is Node or _begin_of(other) != memory:
                 continue
             if found is not MIXED:
-                self.provenance.assume(other, lost("an operation that writes in place"))
+                slice_of = origin is CONSTANT and other is base_of(t) and _slices(t, other, found)
+                lost_rows = lost("an operation that writes in place")
+                self.provenance.assume(other, found if slice_of else lost_rows)
             elif origin is CONSTANT:
                 self.provenance.assume(other, MIXED)
 
@@ -339,6 +341,15 @@ def _letters(equation: Any) -> tuple[str, str, str]:
     inputs, result = equation.replace(" ", "").split("->")
     first, _, second = inputs.partition(",")
     return first, second, result
+
+
+def _slices(t: Tensor, whole: Tensor, found: Origin) -> bool:
+    """Is ``t`` a slice of a tensor along dimensions that do not tell the examples apart? Then what
+    is written to it has the same places in the whole."""
+    if not has_rows(found) or t.ndim != whole.ndim or t.stride() != whole.stride():
+        return False
+    dims = [found.dim] if isinstance(found, Layout) else found.varying()
+    return all(t.shape[d] == whole.shape[d] for d in dims)
 
 
 def _roots(origin: Origin) -> frozenset[str]:

@@ -100,3 +100,15 @@ def matmul(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
         yield from replay(call, delta)
     else:
         yield _weight(call, (0, "input"), W, call.tokens(call.split(delta)), transposed=True)
+
+
+@register_op("grouped_mm", "grouped_mm_fallback")
+def grouped_mm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
+    """x [N, I] times W [E, I, O], rows sorted by the matrix that each takes (experts): linear in
+    W, so the operation itself is the derivative."""
+    leaf = 1
+    if call.nodes[leaf] is None or any(
+        n is not None for i, n in enumerate(call.nodes) if i != leaf
+    ):
+        raise NotImplementedError("a parameter is not its second argument")
+    yield call.nodes[leaf], replay_leaf(call, leaf, delta, linear=True)

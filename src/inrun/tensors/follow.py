@@ -126,6 +126,11 @@ def _reduced(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layo
     return _rearranged(func, args, kwargs, out, find) or MIXED
 
 
+def _counted(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Kind:
+    """``bincount``, ``histc``: how often something occurs in the whole batch."""
+    return MIXED
+
+
 def _elsewhere(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
     """``flip``, ``sort``, ``fft``: along dimensions that are not the examples'."""
     x = args[0] if args else kwargs["input"]
@@ -328,6 +333,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _broadcast),
     **dict.fromkeys(REDUCTIONS, _reduced),
     **dict.fromkeys(REARRANGED, _rearranged),
+    **dict.fromkeys(("bincount", "histc"), _counted),
     **dict.fromkeys(ALONG, _elsewhere),
     **dict.fromkeys(
         ("inverse", "linalg_inv", "linalg_det", "det", "linalg_cholesky", "cholesky",
@@ -360,7 +366,7 @@ _RULES: dict[str, Rule] = {
          "index_copy", "index_fill"), along),
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
     **dict.fromkeys(("gather", "take_along_dim"), gather),
-    "linear": _linear,
+    **dict.fromkeys(("linear", "grouped_mm", "grouped_mm_fallback"), _linear),
     "embedding": _embedding,
     "scaled_dot_product_attention": _attention,
     "einsum": _einsum,

@@ -83,6 +83,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("cross_entropy", "nll_loss"), products.cross_entropy),
     **dict.fromkeys(("pack_padded_sequence", "pad_packed_sequence"), products.packed),
     **dict.fromkeys(("grouped_mm", "grouped_mm_fallback"), products.grouped),
+    **dict.fromkeys(("bincount", "histc"), lambda move: MIXED),
     "stack": places.stack,
     "flip": places.flip, "fliplr": places.fixed_flip(1), "flipud": places.fixed_flip(0),
     "roll": places.roll,
