@@ -39,7 +39,7 @@ class AdamStep:
     @property
     def maps(self) -> Collection[str]:
         """The names of the maps whose factors the kernel computes."""
-        return ("secant", "tangent")
+        return _KINDS.keys()
 
     def usable(self) -> bool:
         """Whether the kernel can work on these tensors."""
@@ -65,13 +65,13 @@ class AdamStep:
             _shift[(len(tensors),)](
                 table, kernels.integers(sizes, device), scalars, tensors, starts,
                 kernels.type_of(self.p[0]), kernels.type_of(self.g[0]), kernels.type_of(self.m[0]),
-                POINT=x is not None, KIND=_KINDS[kind],
+                POINT=x is not None, KIND=0 if kind is None else _KINDS[kind],
                 CHUNK=kernels.CHUNK, BLOCK=1024, EVEN=even,
             )  # fmt: skip
         return weights, factors
 
 
-_KINDS = {None: 0, "secant": 1, "tangent": 2}  # KIND of the kernel
+_KINDS = {"secant": 1, "tangent": 2}  # KIND of the kernel; 0: no factors
 
 
 def _scalars(step: AdamStep, x: float, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
 """The estimators: which linear map carries ∇ℓ back through the optimizer, and where ∇ℓ is taken.
 
-An estimator is a map of ``MAPS`` and a point of ``POINTS``. Nothing else in the package decides by
-an estimator's name, so this is the place to add one.
+An estimator is a map of ``MAPS`` and a point of ``POINTS``. To add one, add an entry here: no other
+file has to know its name. (A rule may have faster ways for maps that it names: see ``Rule``.)
 """
 
 from __future__ import annotations
