@@ -50,12 +50,12 @@ class WholeModel(Protocol):
         are given, and the factors K of the map ``kind``. None for what was not asked for."""
 
 
-# K of a map, and the weights at a point of the path: (g, w, state, options, x) -> (K, weights).
+# (g, w, state, options, x) -> K of a map, and the weights at the point x of the path w_∅ → w_B;
 # None where the function does not apply.
 OnePass: TypeAlias = Callable[[Tensor, Tensor, State, Options, float], tuple[Tensor, Tensor] | None]
-# The gradients, weights, states and options of all parameters as one step; None where the kernel
-# does not apply.
-Whole: TypeAlias = Callable[
+# Gradients, weights, states and options of all parameters -> one step of them all; None where the
+# kernel does not apply.
+ToWholeModel: TypeAlias = Callable[
     [Sequence[Tensor], Sequence[Tensor], Sequence[State], Sequence[Options]], WholeModel | None
 ]
 
@@ -75,7 +75,7 @@ class Rule:
         coordinatewise: each coordinate of the update depends on that coordinate of g alone (or is
             well enough described so: see Adafactor). False: the secant is a path integral.
         elementwise: coordinate-wise, and nothing but the coordinate's own gradient, weight and
-            state counts, not the parameter's shape: several can be computed in one piece.
+            state counts, not the parameter's shape: several parameters can be concatenated.
         adaptive: the update is scaled by the gradients' own size, so that tiny gradients count.
         factor: a closed form of K without cancellation, where there is one.
         derivative: a closed form of the diagonal of J, where there is one.
@@ -96,8 +96,8 @@ class Rule:
     derivative: UpdateMap | None = None
     twin: UpdateMap | None = None
     nodes: int = 8
-    one_pass: Mapping[str, OnePass] = field(default_factory=dict)
-    whole_model: Whole | None = None
+    one_pass: Mapping[str, OnePass] = field(default_factory=dict, hash=False)
+    whole_model: ToWholeModel | None = None
 
     @torch.no_grad()
     def tangent(self, g: Tensor, w: Tensor, s: State, o: Options) -> LinearMap:

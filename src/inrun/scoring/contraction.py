@@ -41,6 +41,7 @@ class Direction:
 
     @property
     def full(self) -> Tensor:
+        """u itself, computed when it is first asked for [Q, *W]."""
         if self._full is None:
             self._full = wide(self.v) if self.K is None else self.K * self.v
         return self._full
@@ -79,8 +80,8 @@ def group_values(
     scale = points[0].scale
     found = []
     for e in range(len(maps)):
-        whole = [[torch.cat(x) for x in zip(*(f[e] for f in p), strict=True)] for p in pieces]
-        values, sums = (sum(x[1:], x[0]) for x in zip(*whole, strict=True))
+        by_piece = [[torch.cat(x) for x in zip(*(f[e] for f in p), strict=True)] for p in pieces]
+        values, sums = (sum(x[1:], x[0]) for x in zip(*by_piece, strict=True))
         if scale is not None:
             values, sums = values * scale[:, None], sums * scale
         found.append((values, sums))
@@ -236,7 +237,7 @@ def joined_products(
 
 
 def _directions(group: Sequence[Direction]) -> Tensor:
-    """K ⊙ v of all of them, side by side."""
+    """K ⊙ v of all directions as one matrix [Q, numbers]."""
     if len(group) == 1 or any(d.K is None for d in group):
         return _side_by_side([d.full for d in group])
     factors = [d.K[None] for d in group if d.K is not None]
@@ -244,13 +245,13 @@ def _directions(group: Sequence[Direction]) -> Tensor:
 
 
 def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:
-    """[n, *W] each, as rows [n, numbers]."""
+    """Tensors [n, *W] as one matrix [n, numbers], their columns side by side."""
     flat = [t if t.ndim == 2 else t.flatten(1) if t.ndim > 2 else t[:, None] for t in tensors]
     return flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
 
 
 def _row(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The numbers of all of them."""
+    """The numbers of all tensors, one after the other."""
     flat = [t if t.ndim == 1 else t.flatten() for t in tensors]
     row = flat[0] if len(flat) == 1 else torch.cat(flat)
     return row if row.dtype == dtype else row.to(dtype)
@@ -300,6 +301,6 @@ def cancelling(
     for k, size in sizes.items():
         limit = math.sqrt(torch.finfo(size.dtype).eps)
         limit = max(limit, 4 * coarse) if G[k].numel() >= _LONG else limit
-        own, whole = G[k].norm(), size.sqrt()  # of the same order by chance, however many examples
-        found[k] = (own <= limit * whole) & (whole > 0) & own.isfinite()
+        own, each = G[k].norm(), size.sqrt()  # of the same order by chance, however many examples
+        found[k] = (own <= limit * each) & (each > 0) & own.isfinite()
     return found
