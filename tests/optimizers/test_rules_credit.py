@@ -11,7 +11,7 @@ from torch import Tensor, optim
 
 from helpers.optimizer_zoo import MUON, OPTIONS, Case, Moment, table
 from inrun.optimizers import Rule, rule_for
-from inrun.optimizers.base import _raise
+from inrun.optimizers.base import widen
 
 ADAMS = [case for case in OPTIONS if case.cls in (optim.Adam, optim.AdamW)]
 EVERY = [*OPTIONS, *MUON]
@@ -19,7 +19,7 @@ EVERY = [*OPTIONS, *MUON]
 
 def difference(rule: Rule, moment: Moment) -> Tensor:
     """update(g) − update(0) in float64, whatever the dtype of the moment."""
-    g, s = _raise(moment.g, moment.s, torch.float64)
+    g, s = widen(moment.g, moment.s, torch.float64)
     zero = torch.zeros_like(g)
     return rule.update(g, moment.w, s, moment.o) - rule.update(zero, moment.w, s, moment.o)
 
@@ -73,7 +73,7 @@ def test_closed_form_survives_tiny_gradients(case: Case) -> None:
         tiny = moment.g * 1e-9
         _, w, s, o, _ = moment
         K = rule.secant(tiny, w, s, o)(torch.ones_like(tiny))
-        wide, state = _raise(tiny, s, torch.float64)
+        wide, state = widen(tiny, s, torch.float64)
         J = rule.tangent(wide, w, state, o)(torch.ones_like(wide))
         assert (K - J).abs().max() <= 1e-6 * J.abs().max()
 
@@ -83,7 +83,7 @@ def test_adam_tangent_in_float32(case: Case) -> None:
     for optimizer, (g, w, s, o, _) in case.moments(dtype=torch.float32):
         rule = rule_for(optimizer)
         J = rule.tangent(g, w, s, o)(torch.ones_like(g))
-        wide, state = _raise(g, s, torch.float64)
+        wide, state = widen(g, s, torch.float64)
         expected = rule.tangent(wide, w, state, o)(torch.ones_like(wide))
         assert J.isfinite().all()
         assert (J - expected).abs().max() <= 1e-6 * expected.abs().max()

@@ -15,7 +15,7 @@ from inrun.optimizers import base, decoupled_decay, refuse_optimizer, register_o
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "_RULES", dict(base._RULES))
+    monkeypatch.setattr(base, "_REGISTERED", dict(base._REGISTERED))
     monkeypatch.setattr(base, "_REFUSED", dict(base._REFUSED))
 
 
@@ -140,7 +140,7 @@ def test_every_optimizer_of_torch_is_decided() -> None:
     for name in dir(optim):
         cls = getattr(optim, name)
         if isinstance(cls, type) and issubclass(cls, optim.Optimizer) and name != "Optimizer":
-            assert cls in base._RULES or cls in base._REFUSED, name
+            assert cls in base._REGISTERED or cls in base._REFUSED, name
 
 
 def test_another_muon_is_told_from_torchs() -> None:

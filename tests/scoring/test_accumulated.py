@@ -266,14 +266,14 @@ def quiet():
     """After steps in which nothing happened."""
     kept = Accumulated()
     for seed in range(3):
-        assert kept.whole
+        assert kept.keeps_copies
         params = gradients(seed=seed)
         kept.note(params)
         found = kept.compare(current(params))
         assert not found.changed and not found.flags
         assert all(found.G[k] is p.grad for k, p in params.items())
         kept.forget()
-    assert not kept.whole
+    assert not kept.keeps_copies
     return kept
 
 
@@ -284,7 +284,7 @@ def test_copies_of_all_until_steps_were_quiet():
     for p in params.values():
         p.grad.clamp_(-0.3, 0.3)
     found = kept.compare(current(params))
-    assert found.changed and kept.whole
+    assert found.changed and kept.keeps_copies
     assert all(torch.equal(found.G[k], before[k]) for k in params)
 
 
@@ -309,7 +309,7 @@ def test_a_change_that_torch_counts_raises_the_flag_without_looking():
     kept.note(params)
     params["p3"].grad.mul_(1.0)
     assert bool(kept.compare(current(params)).flags[CHANGED])
-    assert kept.whole
+    assert kept.keeps_copies
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -13,7 +13,7 @@ from torch import nn
 import inrun
 from helpers.zoo import GPT, ZOO, V
 from inrun.gradients.records import Lookup
-from inrun.scoring import contraction, groups
+from inrun.scoring import contraction
 from inrun.validation.joining import Joining
 from inrun.validation.sweep import joined
 
@@ -203,12 +203,12 @@ def test_parameters_outside_the_optimizer_and_frozen_ones():
     ],
 )
 def test_as_many_targets_as_the_kernel_takes_together(Q, fit, expected):
-    assert groups._targets_at_once(Q, fit) == expected
+    assert contraction._targets_at_once(Q, fit) == expected
 
 
 def test_more_targets_than_fit_at_once(monkeypatch):
     first, data, loss = mlp()
-    monkeypatch.setattr(groups, "_AT_ONCE", 70)
+    monkeypatch.setattr(contraction, "MEMORY", 70)
     assert_as_apart(first, data, loss, equal(data, Q=7, rows=1))
 
 
@@ -244,7 +244,7 @@ def test_a_tied_table_whose_gradients_are_formed(training, monkeypatch):
 def test_more_directions_of_a_made_tensor_than_fit_at_once(name, monkeypatch):
     """Positions, a class token: tensors that are made of parameters alone."""
     first, data, loss = MODELS[name]()
-    monkeypatch.setattr(contraction, "_AT_ONCE", 3 * 4 * 5)
+    monkeypatch.setattr(contraction, "NODE_MEMORY", 3 * 4 * 5)
     assert_as_apart(first, data, loss, equal(data, Q=7, rows=1))
 
 
@@ -585,10 +585,10 @@ def test_every_target_is_measured_once():
 
 def test_values_are_contracted_in_full_precision_under_autocast(monkeypatch):
     """The passes are in bfloat16; sums over thousands of its products would lose all digits."""
-    errors = []
+    errors, contract = [], contraction.contract
 
     def compared(u, G, micros):
-        found = contraction.contract(u, G, micros)
+        found = contract(u, G, micros)
         expected = 0.0
         for node, records in micros[0].nodes(u.keys()):
             for r in records:
@@ -597,7 +597,7 @@ def test_values_are_contracted_in_full_precision_under_autocast(monkeypatch):
         errors.append(float((found[0] - expected).norm() / expected.norm()))
         return found
 
-    monkeypatch.setattr(groups, "contract", compared)
+    monkeypatch.setattr(contraction, "contract", compared)
     first, data, loss = mlp()
 
     def half(model, batch):

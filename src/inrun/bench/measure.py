@@ -15,9 +15,9 @@ import torch
 
 from inrun.bench.models import Problem
 from inrun.bench.options import Options
+from inrun.bench.stopwatch import measured
 from inrun.bench.trainers import VARIANTS, Trainer, make_optimizer
 from inrun.bench.verify import verify
-from inrun.scoring import stages
 
 LOOKED_INTO = 3  # steps after the timed ones, by stage
 Tick = Callable[[str], None]  # called after each step with the mode and the variant
@@ -113,7 +113,7 @@ class Trial:
         if self.on_gpu:
             row.peak_bytes = torch.cuda.max_memory_allocated()
             row.reserved_bytes = torch.cuda.max_memory_reserved()
-        with stages.measured() as watch:
+        with measured() as watch:
             for _ in range(LOOKED_INTO):
                 with watch.span("whole step"):
                     self._step()

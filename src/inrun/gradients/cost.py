@@ -58,7 +58,7 @@ RATES = {
 # more bytes than so many. For each direction up to so many, gradients may be as many times larger:
 # they save a product.
 MEMORY, SMALL, MANY = 3, 2**26, 8
-TOGETHER = 64  # directions that gradients are read once for (kernels.py)
+TOGETHER = 64  # directions that gradients are read once for (scoring/contraction_kernel.py)
 
 
 def materialise(layer: Layer, fast: bool) -> bool:

@@ -14,16 +14,13 @@ from inrun.optimizers import (  # noqa: F401  (each registers its rules)
 )
 from inrun.optimizers.base import (
     LinearMap,
-    Options,
     Rule,
-    State,
     UpdateMap,
-    decoupled_decay,
-    no_decay,
     refuse_optimizer,
     register_optimizer,
     rule_for,
 )
+from inrun.optimizers.common import Options, State, decoupled_decay, no_decay
 
 __all__ = [
     "LinearMap",

@@ -13,8 +13,16 @@ import torch
 from torch import Tensor
 from torch.optim import Adafactor
 
-from inrun.optimizers.base import Options, State, decoupled_decay, learning_rate, register_optimizer
-from inrun.optimizers.common import Scalar, sign, step_count
+from inrun.optimizers.base import register_optimizer
+from inrun.optimizers.common import (
+    Options,
+    Scalar,
+    State,
+    decoupled_decay,
+    learning_rate,
+    sign,
+    step_count,
+)
 
 
 def _gain(g: Tensor, w: Tensor, s: State, o: Options) -> tuple[Tensor, Tensor]:

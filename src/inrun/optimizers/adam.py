@@ -1,4 +1,4 @@
-"""Adam and AdamW, with closed forms of the secant and of the derivative.
+"""Adam and AdamW, with closed forms of the secant K and of the derivative J.
 
 Symbols: η ``lr``, β₁, β₂ ``betas``, m ``exp_avg``, v ``exp_avg_sq``, ε ``eps``; c₁ = 1 − β₁ᵗ and
 c₂ = 1 − β₂ᵗ correct the bias at step t = ``step`` + 1. ĝ = σg + ĝ₀ with σ = −1 under ``maximize``
@@ -8,30 +8,43 @@ and ĝ₀ = ``weight_decay``·w for L2 decay; decoupled decay leaves ĝ₀ = 0. 
 
 (amsgrad: max(``max_exp_avg_sq``, b) in the place of b), and the step subtracts (η/c₁)·a/(r+ε).
 Index 0 marks the same quantities at g = 0.
+
+The secant for ĝ₀ = 0, with no difference of nearly equal numbers:
+
+    K = σ(η/c₁) [ (1−β₁) − ρ·β₁m/(r₀+ε) ] / (r+ε),     ρ = (r − r₀)/ĝ = (1−β₂)ĝ / (c₂(r+r₀));
+
+amsgrad multiplies ρ by the share of the change of b that raises the maximum. The diagonal of J,
+with the ĝ² of numerator and denominator cancelled by hand:
+
+    J = σ(η/c₁) [ (1−β₁)(β₂v + c₂εr) − β₁(1−β₂)mĝ ] / (c₂ r (r+ε)²);
+
+where amsgrad's maximum does not follow b, J = σ(η/c₁)(1−β₁)/(r+ε). K = J = 0 where v = ĝ = 0.
+
+``factor`` and ``derivative`` compute them for all options. For the common options ``one_pass``
+arranges K for speed on a CPU, and adam_kernel.py is K, J and the weights in one launch on a GPU.
+Tests compare both with the functions here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW
 
-from inrun.kernels import Numbers
-from inrun.optimizers.base import (
-    Options,
-    State,
-    decoupled_decay,
-    divided_difference,
-    learning_rate,
-    register_optimizer,
-)
+from inrun.optimizers.adam_kernel import AdamStep, Numbers
+from inrun.optimizers.base import divided_difference, register_optimizer
 from inrun.optimizers.common import (
+    Options,
     Scalar,
+    State,
     average,
+    decoupled_decay,
     effective_gradient,
     has_l2,
+    learning_rate,
     ratio,
     scalar,
     sign,
@@ -63,21 +76,14 @@ def _largest(b: Tensor, s: State, o: Options) -> Tensor:
 def quotient(
     end: Tensor, slope: Scalar, start: Tensor, rho: Tensor, r0: Tensor, r: Tensor, eps: float
 ) -> Tensor:
-    """The secant of (``start`` + slope·ĝ)/(r+ε), ρ = (r − r₀)/ĝ; 0 where v and ĝ are."""
+    """The secant of (``start`` + slope·ĝ)/(r+ε) with ρ = (r − r₀)/ĝ; 0 where v = ĝ = 0."""
     K = (slope - rho * start / (r0 + eps)) / (r + eps)
     return torch.where((end == 0) & (r == 0), 0.0, K)
 
 
 def factor(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
-    """The secant, with no difference of nearly equal numbers (ĝ₀ = 0):
-
-        K = σ(η/c₁) [ (1−β₁) − ρ·β₁m/(r₀+ε) ] / (r+ε),
-        ρ = (r − r₀)/ĝ = (1−β₂)ĝ / (c₂(r+r₀)).
-
-    amsgrad multiplies ρ by the share of the change of b that raises the maximum. K = 0 where
-    v = ĝ = 0. L2 decay moves both ends of the secant by ĝ₀, and near the first step they then lie
-    on the same side of what is almost a sign function: the float64 difference serves there.
-    """
+    """K, the secant. L2 decay moves both of its ends by ĝ₀, and near the first step they then lie
+    on the same side of what is almost a sign function: the float64 difference serves there."""
     if has_l2(o):
         return divided_difference(adam, g, w, s, o)
     c = _scalars(g, s, o)
@@ -94,12 +100,7 @@ def factor(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
 
 
 def derivative(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
-    """The diagonal of J, with the ĝ² of numerator and denominator cancelled by hand:
-
-        J = σ(η/c₁) [ (1−β₁)(β₂v + c₂εr) − β₁(1−β₂)mĝ ] / (c₂ r (r+ε)²);
-
-    where amsgrad's maximum does not follow b, J = σ(η/c₁)(1−β₁)/(r+ε). J = 0 where v = ĝ = 0.
-    """
+    """The diagonal of J."""
     c = _scalars(g, s, o)
     zero = torch.zeros_like(g)
     m, v = s.get("exp_avg", zero), s.get("exp_avg_sq", zero)
@@ -113,19 +114,20 @@ def derivative(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     return sign(o) * c.size * J
 
 
-def fused(o: Options) -> Numbers | None:
-    """For the kernel that computes the same for all parameters at once."""
+def _common(o: Options) -> Numbers | None:
+    """β₁, β₂, ε, η and the decay if these options are all that counts; None with amsgrad, L2 decay,
+    ``maximize``, or where the optimizer computes with numbers in tensors."""
     in_tensor = (o.get("capturable") or o.get("differentiable")) and not o.get("fused")
     if in_tensor or has_l2(o) or o["amsgrad"] or o["maximize"]:
         return None
     return (*o["betas"], o["eps"], learning_rate(o), decoupled_decay(o))
 
 
-def shift(g: Tensor, w: Tensor, s: State, o: Options, x: float) -> tuple[Tensor, Tensor] | None:
-    """The weights at x on the path and the secant: the formulas above with each quantity computed
-    once and in place, r, r₀ and ε in units of √(β₂/c₂). None for what ``fused`` does not accept,
-    at the first step, where β₂ = 0, and where a number is in a tensor (the step: on a device)."""
-    numbers, step = fused(o), s.get("step")
+def one_pass(g: Tensor, w: Tensor, s: State, o: Options, x: float) -> tuple[Tensor, Tensor] | None:
+    """K and the weights at x on the path, each quantity computed once and in place, with r, r₀ and
+    ε in units of √(β₂/c₂). None without the common options, at the first step, where β₂ = 0, and
+    where a number is in a tensor (the step: on a device)."""
+    numbers, step = _common(o), s.get("step")
     if numbers is None or "exp_avg" not in s or any(map(torch.is_tensor, numbers)):
         return None
     beta1, beta2, eps, lr, decay = numbers
@@ -138,7 +140,7 @@ def shift(g: Tensor, w: Tensor, s: State, o: Options, x: float) -> tuple[Tensor,
     r0 = v.sqrt()
     both = r + r0
     still = None
-    # zeros are looked for where that is no waiting for a device, and masked where there may be some
+    # Where both are 0, K is 0. A CPU looks for zeros first; asking a device would mean to wait.
     if both.device.type != "cpu" or not both.numel() or not float(both.min()) > 0:
         still = both == 0
         both.clamp_(min=torch.finfo(g.dtype).tiny)
@@ -149,17 +151,41 @@ def shift(g: Tensor, w: Tensor, s: State, o: Options, x: float) -> tuple[Tensor,
     if still is not None:
         K.masked_fill_(still, 0.0)
     moved = (w.to(g.dtype) * decay).add_(without, alpha=-beta1 * size)
-    return moved.addcmul_(K, g, value=-x), K
+    return K, moved.addcmul_(K, g, value=-x)
 
 
-_CLOSED = {
-    "decay": decoupled_decay, "factor": factor, "derivative": derivative, "fused": fused,
-    "shift": shift, "elementwise": True,
+def whole_model(
+    g: Sequence[Tensor], w: Sequence[Tensor], s: Sequence[State], o: Sequence[Options]
+) -> AdamStep | None:
+    """All parameters as one step for the GPU kernel. None without the common options, at the first
+    step, and for tensors that the kernel cannot read."""
+    places: dict[int, int] = {}  # of the parameter groups
+    groups: list[Numbers] = []
+    for options in o:
+        if id(options) not in places:
+            numbers = _common(options)
+            if numbers is None:
+                return None
+            places[id(options)] = len(groups)
+            groups.append(numbers)
+    if any("exp_avg" not in state for state in s):
+        return None
+    step = AdamStep(
+        list(w), list(g), [state["exp_avg"] for state in s],
+        [state["exp_avg_sq"] for state in s], [state["step"] for state in s], groups,
+        tuple(places[id(options)] for options in o),
+    )  # fmt: skip
+    return step if step.usable() else None
+
+
+_OPTIONS = {
+    "decay": decoupled_decay, "factor": factor, "derivative": derivative, "elementwise": True,
+    "one_pass": {"secant": one_pass}, "whole_model": whole_model,
 }  # fmt: skip
 
 
-@register_optimizer(Adam, **_CLOSED)
-@register_optimizer(AdamW, **_CLOSED)
+@register_optimizer(Adam, **_OPTIONS)
+@register_optimizer(AdamW, **_OPTIONS)
 def adam(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     """(η/c₁)·a/(r+ε): see the top of this file."""
     c = _scalars(g, s, o)

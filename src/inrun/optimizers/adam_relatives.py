@@ -11,19 +11,16 @@ from torch import Tensor
 from torch.optim import Adamax, NAdam, RAdam
 
 from inrun.optimizers.adam import quotient
-from inrun.optimizers.base import (
-    Options,
-    State,
-    decoupled_decay,
-    divided_difference,
-    learning_rate,
-    register_optimizer,
-)
+from inrun.optimizers.base import divided_difference, register_optimizer
 from inrun.optimizers.common import (
+    Options,
     Scalar,
+    State,
     average,
+    decoupled_decay,
     effective_gradient,
     has_l2,
+    learning_rate,
     ratio,
     running_scalar,
     sign,

@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 from torch.optim import Adadelta, Adagrad, RMSprop
 
-from inrun.optimizers.base import (
+from inrun.optimizers.base import UpdateMap, divided_difference, register_optimizer
+from inrun.optimizers.common import (
     Options,
     State,
-    UpdateMap,
-    divided_difference,
+    average,
+    effective_gradient,
+    has_l2,
     learning_rate,
-    register_optimizer,
+    sign,
+    step_count,
 )
-from inrun.optimizers.common import average, effective_gradient, has_l2, sign, step_count
 
 
 def _secant(

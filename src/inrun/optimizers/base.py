@@ -20,9 +20,9 @@ For an update that is not coordinate-wise the secant is the path integral u = �
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -30,32 +30,34 @@ from torch import Tensor
 from torch.autograd.functional import jvp
 from torch.optim import Optimizer
 
-from inrun.kernels import Numbers
+from inrun.optimizers.common import Options, Scalar, State, no_decay, widest
 
-State: TypeAlias = Mapping[str, Any]
-Options: TypeAlias = Mapping[str, Any]
 UpdateMap: TypeAlias = Callable[[Tensor, Tensor, State, Options], Tensor]
 LinearMap: TypeAlias = Callable[[Tensor], Tensor]
 
 
-def learning_rate(o: Options) -> Any:
-    """η, ``lr``: a float or a 0-dim tensor. The fused kernels read a tensor into double."""
-    lr = o["lr"]
-    if not isinstance(lr, Tensor):
-        return lr
-    return lr.squeeze().to(widest(lr.device)) if o.get("fused") else lr.squeeze()
+class WholeModel(Protocol):
+    """One step of all parameters of a model, for a GPU kernel that computes them in one launch."""
+
+    @property
+    def maps(self) -> Collection[str]:
+        """The names of the maps (scoring/estimators.py) whose factors the kernel computes."""
+
+    def weights_and_factors(
+        self, x: float | None, kind: str | None, into: list[Tensor] | None
+    ) -> tuple[list[Tensor] | None, list[Tensor] | None]:
+        """The weights at ``x`` on the path w_∅ → w_B, written to the tensors ``into`` where these
+        are given, and the factors K of the map ``kind``. None for what was not asked for."""
 
 
-def decoupled_decay(o: Options) -> Any:
-    """1 − lr·weight_decay: the factor that decoupled weight decay puts on the weights."""
-    if not o.get("decoupled_weight_decay", True):
-        return 1.0
-    return 1.0 - learning_rate(o) * o["weight_decay"]
-
-
-def no_decay(o: Options) -> Any:
-    """L2 decay or none: the weights themselves are not scaled."""
-    return 1.0
+# (g, w, state, options, x) -> K of a map, and the weights at the point x of the path w_∅ → w_B;
+# None where the function does not apply.
+OnePass: TypeAlias = Callable[[Tensor, Tensor, State, Options, float], tuple[Tensor, Tensor] | None]
+# Gradients, weights, states and options of all parameters -> one step of them all; None where the
+# kernel does not apply.
+ToWholeModel: TypeAlias = Callable[
+    [Sequence[Tensor], Sequence[Tensor], Sequence[State], Sequence[Options]], WholeModel | None
+]
 
 
 @dataclass(frozen=True)
@@ -73,21 +75,20 @@ class Rule:
         coordinatewise: each coordinate of the update depends on that coordinate of g alone (or is
             well enough described so: see Adafactor). False: the secant is a path integral.
         elementwise: coordinate-wise, and nothing but the coordinate's own gradient, weight and
-            state counts, not the parameter's shape: several can be computed in one piece.
+            state counts, not the parameter's shape: several parameters can be concatenated.
         adaptive: the update is scaled by the gradients' own size, so that tiny gradients count.
         factor: a closed form of K without cancellation, where there is one.
         derivative: a closed form of the diagonal of J, where there is one.
         twin: a function equal to ``update`` up to its low-precision rounding, to differentiate
             instead of it (Muon computes in bfloat16).
         nodes: Gauss–Legendre nodes of the path integral.
-        shift: the weights at a point of the path and the secant's K in one pass, where there is a
-            quick way; it gives None where it cannot serve.
-        fused: what the whole-model kernel for GPUs needs of a parameter group, or None where it
-            cannot serve (kernels.py).
+        one_pass: by name of a map (scoring/estimators.py): a function that computes the map's K and
+            the weights at a point of the path together, faster than one after the other.
+        whole_model: makes of all parameters one step for a GPU kernel (adam_kernel.py).
     """
 
     update: UpdateMap
-    decay: Callable[[Options], Any] = no_decay
+    decay: Callable[[Options], Scalar] = no_decay
     coordinatewise: bool = True
     elementwise: bool = False
     adaptive: bool = True
@@ -95,13 +96,13 @@ class Rule:
     derivative: UpdateMap | None = None
     twin: UpdateMap | None = None
     nodes: int = 8
-    shift: Callable[..., tuple[Tensor, Tensor] | None] | None = None
-    fused: Callable[[Options], Numbers | None] | None = None
+    one_pass: Mapping[str, OnePass] = field(default_factory=dict, hash=False)
+    whole_model: ToWholeModel | None = None
 
     @torch.no_grad()
     def tangent(self, g: Tensor, w: Tensor, s: State, o: Options) -> LinearMap:
         """The map v ↦ Jᵀv at g."""
-        g, s = _raise(g, s, torch.float32)
+        g, s = widen(g, s, torch.float32)
         if self.derivative is not None:
             return Scale(self.derivative(g, w, s, o).expand_as(g))
         return _pullback(self.twin or self.update, g, w, s, o)[1]
@@ -109,7 +110,7 @@ class Rule:
     @torch.no_grad()
     def secant(self, g: Tensor, w: Tensor, s: State, o: Options) -> LinearMap:
         """The map v ↦ K⊙v (or the path integral), for which ⟨u, g⟩ = ⟨v, update(g) − update(0)⟩."""
-        g, s = _raise(g, s, torch.float32)
+        g, s = widen(g, s, torch.float32)
         if self.factor is not None:
             return Scale(self.factor(g, w, s, o).expand_as(g))
         if self.coordinatewise:
@@ -136,7 +137,7 @@ class Rule:
         """
         if self.coordinatewise or self.factor is not None:
             return torch.zeros((), device=g.device)
-        g, s = _raise(g, s, torch.float32)
+        g, s = widen(g, s, torch.float32)
         function = self.twin or self.update
         change = function(g, w, s, o) - function(torch.zeros_like(g), w, s, o)
         missed = change.clone()
@@ -157,7 +158,7 @@ def divided_difference(update: UpdateMap, g: Tensor, w: Tensor, s: State, o: Opt
     and the whole state are 0): there an adaptive update is a step of width eps, whose slope 1/eps
     says nothing about the credit of an example.
     """
-    g64, s64 = _raise(g, s, widest(g.device))
+    g64, s64 = widen(g, s, widest(g.device))
     out, pullback = _pullback(update, g64, w, s64, o)
     K = (out - update(torch.zeros_like(g64), w, s64, o)) / torch.where(g64 == 0, 1.0, g64)
     limit = torch.where(_untouched(s64, g64), 0.0, pullback(torch.ones_like(g64)))
@@ -192,18 +193,13 @@ class Scale:
         return (self.K * v).to(v.dtype)
 
 
-def widest(device: torch.device) -> torch.dtype:
-    """float64 where the device has it."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
 # 0-dim numbers in the state whose own precision is part of what the optimizer computes (NAdam's
 # mu_product is a float32 product), and which say nothing about single coordinates.
 _NUMBERS = {"step", "mu_product", "eta", "mu"}
 
 
-def _raise(g: Tensor, s: State, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
-    """Gradient and state in at least this precision."""
+def widen(g: Tensor, s: State, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
+    """The gradient and the state in at least this precision."""
     wide = torch.promote_types(g.dtype, dtype)
 
     def convert(name: str, x: Any) -> Any:
@@ -223,7 +219,7 @@ def _untouched(s: State, g: Tensor) -> Tensor:
     return still
 
 
-_RULES: dict[type[Optimizer], Rule] = {}
+_REGISTERED: dict[type[Optimizer], Rule] = {}
 _REFUSED: dict[type[Optimizer], str] = {}
 
 
@@ -235,7 +231,7 @@ def register_optimizer(cls: type[Optimizer], **options: Any) -> Callable[[Update
     """
 
     def decorate(update: UpdateMap) -> UpdateMap:
-        _RULES[cls] = Rule(update, **options)
+        _REGISTERED[cls] = Rule(update, **options)
         return update
 
     return decorate
@@ -252,11 +248,11 @@ def rule_for(optimizer: Optimizer) -> Rule:
     for cls in type(optimizer).__mro__:
         if cls in _REFUSED:
             raise TypeError(f"inrun cannot watch {name}: {_REFUSED[cls]}")
-        if cls in _RULES:
-            return _RULES[cls]
-    known = ", ".join(sorted(map(_qualified, _RULES)))
+        if cls in _REGISTERED:
+            return _REGISTERED[cls]
+    known = ", ".join(sorted(map(_qualified, _REGISTERED)))
     twins = "".join(
-        f" {_qualified(c)} is another class, whose update may differ." for c in _RULES
+        f" {_qualified(c)} is another class, whose update may differ." for c in _REGISTERED
         if c.__name__ == name
     )  # fmt: skip
     raise TypeError(
@@ -269,7 +265,7 @@ def rule_for(optimizer: Optimizer) -> Rule:
 
 def has_own_rule(cls: type) -> bool:
     """Is there a rule of this very class, not of a base class?"""
-    return cls in _RULES
+    return cls in _REGISTERED
 
 
 def _qualified(cls: type) -> str:

@@ -1,19 +1,46 @@
-"""The words that the optimizers of `torch.optim` share.
+"""Types of a rule's arguments, and the terms that the updates of `torch.optim` share.
 
-A *scalar* here is a Python float or a 0-dim tensor: learning rates, betas and step counts can be
-either, and a tensor on a device is never read back to the host.
+``State`` is the optimizer's state of one parameter as `torch.optim` keeps it, ``Options`` its
+parameter group. A *scalar* is a Python float or a 0-dim tensor: learning rates, betas and step
+counts can be either, and a tensor on a device is never read back to the host.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from inrun.optimizers.base import Options, State, widest
-
+State: TypeAlias = Mapping[str, Any]
+Options: TypeAlias = Mapping[str, Any]
 Scalar: TypeAlias = Any
+
+
+def learning_rate(o: Options) -> Scalar:
+    """η, ``lr``: a float or a 0-dim tensor. The fused kernels read a tensor into double."""
+    lr = o["lr"]
+    if not isinstance(lr, Tensor):
+        return lr
+    return lr.squeeze().to(widest(lr.device)) if o.get("fused") else lr.squeeze()
+
+
+def decoupled_decay(o: Options) -> Scalar:
+    """1 − lr·weight_decay: the factor that decoupled weight decay puts on the weights."""
+    if not o.get("decoupled_weight_decay", True):
+        return 1.0
+    return 1.0 - learning_rate(o) * o["weight_decay"]
+
+
+def no_decay(o: Options) -> Scalar:
+    """1: with L2 decay or none the weights themselves are not scaled."""
+    return 1.0
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """float64, or float32 on a device that has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def scalar(x: Any) -> Scalar:
@@ -27,7 +54,8 @@ def sign(o: Options) -> float:
 
 
 def has_l2(o: Options) -> bool:
-    """Is there an L2 penalty on the weights? One that is kept in a tensor is taken for one."""
+    """Is there an L2 penalty on the weights? A ``weight_decay`` in a tensor counts as one: reading
+    it would wait for the device."""
     decay = o["weight_decay"]
     return not o.get("decoupled_weight_decay") and (isinstance(decay, Tensor) or decay != 0)
 

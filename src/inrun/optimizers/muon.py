@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Muon
 
-from inrun.optimizers.base import Options, State, decoupled_decay, learning_rate, register_optimizer
-from inrun.optimizers.common import Scalar
+from inrun.optimizers.base import register_optimizer
+from inrun.optimizers.common import Options, Scalar, State, decoupled_decay, learning_rate
 
 
 def _direction(g: Tensor, s: State, o: Options) -> Tensor:

@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 from torch.optim import ASGD, SGD
 
-from inrun.optimizers.base import Options, State, learning_rate, register_optimizer
+from inrun.optimizers.base import register_optimizer
 from inrun.optimizers.common import (
+    Options,
     Scalar,
+    State,
     effective_gradient,
+    learning_rate,
     running_scalar,
     scalar,
     sign,

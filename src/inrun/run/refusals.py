@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from inrun.errors import ValidationError
 from inrun.optimizers import rule_for
-from inrun.scoring.direction import Estimator
+from inrun.scoring.estimators import Estimator
 
 ONE_PROCESS = (
     "inrun watches one process yet: train in one process, on the model itself, without the wrapper"

@@ -40,8 +40,8 @@ from inrun.run.bookkeeping import (
 )
 from inrun.run.logging import Summary
 from inrun.run.memory_limit import MemoryLimit
-from inrun.scoring.direction import Estimator
-from inrun.scoring.score import Begun, Pending, Score
+from inrun.scoring.conclude import Begun, Pending, StepResult
+from inrun.scoring.estimators import Estimator
 from inrun.scoring.scorer import Scorer
 from inrun.validation.validator import Validator
 
@@ -88,7 +88,7 @@ class Run(Summary, Tables):
         self._pending: list[tuple[np.ndarray, MicroBatch | None]] = []
         self._unsettled: deque[tuple[StepRecord, Pending]] = deque()
         self._recording = threading.RLock()  # tables may be asked for in another thread
-        self._taking: tuple[StepRecord, Score | Begun] | None = None  # inside optimizer.step()
+        self._taking: tuple[StepRecord, StepResult | Begun] | None = None  # inside optimizer.step()
         self._empty, self._unscored = EmptyBatches(), Unscored()
         self._capture.on_empty = self._empty.ended
         self._capture.provenance.held = held_by(optimizer)
@@ -271,7 +271,7 @@ class Run(Summary, Tables):
             return
         record, score = self._taking
         self._taking = None
-        done: Score | Pending
+        done: StepResult | Pending
         with torch.no_grad():
             done = self._scorer.finish(score) if isinstance(score, Begun) else score
         with self._recording:
@@ -297,7 +297,7 @@ class Run(Summary, Tables):
         ids = np.concatenate([i for i, _ in self._pending])
         micros = [m for _, m in self._pending if m is not None]
         lr = float(self.optimizer.param_groups[0]["lr"])
-        score: Score | Begun = Score()
+        score: StepResult | Begun = StepResult()
         if len(micros) == len(self._pending):
             check, self._check = self._check, None
             score = self._scorer.begin(self.step, micros, ids, self._audited(), check)
@@ -313,7 +313,7 @@ class Run(Summary, Tables):
             self._taking = None
             with self._recording:
                 self._settle()
-                self._append(record, Score(void="optimizer.step() did not finish"))
+                self._append(record, StepResult(void="optimizer.step() did not finish"))
 
     def _audited(self) -> bool:
         return self.config.audit_every > 0 and self.step >= self._next_audit
@@ -325,7 +325,7 @@ class Run(Summary, Tables):
                 record, pending = self._unsettled.popleft()
                 self._append(record, pending.settle())
 
-    def _append(self, record: StepRecord, score: Score) -> None:
+    def _append(self, record: StepRecord, score: StepResult) -> None:
         self._scorer.settled(score)
         done = replace(
             record, values=score.values, void=score.void, audit=score.audit, missed=score.missed

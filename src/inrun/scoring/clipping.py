@@ -15,14 +15,13 @@ c(1 + ln 1/c); it overstates the part across G where single examples are clipped
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from inrun.scoring.contraction import Direction
 from inrun.torch_compat import foreach_mul, foreach_norm, foreach_sub
 
 
@@ -51,7 +50,7 @@ class Clipping:
         return 1.0 if isinstance(self.ratio, list) else self.ratio
 
     def spread(self, G: Sequence[Tensor], energy: float) -> Clipping:
-        """With the factor for the part across G; ``energy`` is Σ‖g_i‖²."""
+        """This clipping with ``across``, its factor for the part across G. ``energy``: Σ‖g_i‖²."""
         if self.norm is None:
             return self
         GG = sum(x * x for x in _norms(G))
@@ -59,17 +58,16 @@ class Clipping:
         size = self.scale * np.sqrt(alpha**2 * GG + alpha * (1 - alpha) * energy)
         return replace(self, across=float(np.minimum(1.0, self.norm / size).mean()))
 
-    def carry(self, u: Mapping[str, Direction], names: Iterable[str]) -> Mapping[str, Direction]:
-        """Directions for ḡ as directions for G, if each coordinate has its own ratio. ``names`` are
-        the parameters in the order of the ratios."""
+    def by_coordinate(self, names: Iterable[str]) -> dict[str, Tensor] | None:
+        """ḡ/G of each parameter, if each coordinate has its own ratio; otherwise None. ``names``
+        are the parameters in the order of the ratios."""
         if not isinstance(self.ratio, list):
-            return u
-        ratios = dict(zip(names, self.ratio, strict=True))
-        return {k: _times(ratios[k], d) for k, d in u.items()}
+            return None
+        return dict(zip(names, self.ratio, strict=True))
 
     def apply(self, values: Tensor, expected: Tensor, aligned: Tensor | None) -> Tensor:
-        """The same for a common factor, on ⟨u, g_i⟩ [Q, B]: ``expected`` is ⟨u, G⟩ and ``aligned``
-        ⟨G, g_i⟩/‖G‖², needed where ``across`` is set."""
+        """⟨u, g_i⟩ [Q, B] times the factor on all coordinates; unchanged if each has its own ratio.
+        ``expected`` is ⟨u, G⟩ and ``aligned`` ⟨G, g_i⟩/‖G‖², needed where ``across`` is set."""
         if isinstance(self.ratio, list) or self.identity:
             return values
         if self.across is None:
@@ -96,10 +94,6 @@ class Clipping:
             ]
 
         return clip
-
-
-def _times(ratio: Tensor, d: Direction) -> Direction:
-    return replace(d, K=ratio * d.K) if d.K is not None else replace(d, v=ratio * d.v)
 
 
 @dataclass(frozen=True)
@@ -152,7 +146,7 @@ class ClippingWatch:
         self.max_norm = max_norm
         self._last: tuple[float, list[float]] | None = None  # factor, norms of the last such step
         self._scale = 1.0  # the last loss scale seen without clipping
-        self._plain = True  # first evidence has not been contradicted yet
+        self._consistent = True  # no step has contradicted the first evidence yet
 
     def recognise(
         self,
@@ -162,15 +156,18 @@ class ClippingWatch:
         others: Sequence[Tensor] = (),
         half: bool = False,
     ) -> Clipping | Unrecognised:
-        """``scale``: the linear part of the factor, where it is known. ``others``: gradients that
-        were clipped together with these and are not scored. ``half``: trained in float16."""
+        """The function C with ḡ = C(G), or why it is not known. ``g`` is ḡ.
+
+        ``scale``: the linear part of the factor, where it is known. ``others``: gradients that
+        were clipped together with these and are not scored. ``half``: trained in float16.
+        """
         size, total = _norms(g), _norms(G)
         if not math.isfinite(sum(size) + sum(total)):
             return Clipping(1.0)  # a step that is void for another reason
-        norm, whole = math.hypot(*size), math.hypot(*total)
-        if norm == 0 or whole == 0:
-            return Clipping(1.0) if norm == whole else (ADDED if norm else ZEROED)
-        for c in (norm / whole, -norm / whole):
+        norm, before = math.hypot(*size), math.hypot(*total)
+        if norm == 0 or before == 0:
+            return Clipping(1.0) if norm == before else (ADDED if norm else ZEROED)
+        for c in (norm / before, -norm / before):
             if _is_multiple(g, G, c, size):
                 norms = [norm, math.hypot(norm, *_norms(others))] if others else [norm]
                 return self._factor(c, norms, scale, _epsilon(G), half)
@@ -179,7 +176,8 @@ class ClippingWatch:
     def _factor(
         self, c: float, norms: list[float], scale: float | None, eps: float, half: bool
     ) -> Clipping | Unrecognised:
-        """``norms``: of ḡ, and with the other gradients."""
+        """The clipping that a common factor ``c`` stands for. ``norms``: the norm of ḡ, and of ḡ
+        together with the other gradients."""
         exact = _ROUNDINGS * eps
         if scale is None and abs(c - 1) <= exact:
             return Clipping(1.0)
@@ -189,7 +187,7 @@ class ClippingWatch:
         targets = [x + 1e-6 * abs(c / known) for x in norms]  # clip_grad_norm_: ‖G‖ + 1e-6
         kind = self._kind(c, targets, known, eps)
         before, self._last = self._last, (c, targets)
-        self._plain = self._plain and (kind is not None or before is None)
+        self._consistent = self._consistent and (kind is not None or before is None)
         if kind == "constant":
             if scale is None and _power_of_two(c, exact):
                 self._scale = c
@@ -203,7 +201,7 @@ class ClippingWatch:
         return Clipping(c, known, norm=norms[0])
 
     def _kind(self, c: float, targets: list[float], scale: float, eps: float) -> str | None:
-        """ "constant" or "norm"; None where that cannot be told."""
+        """What the factor is due to: "constant" or "norm"; None where that cannot be told."""
         close = max(1e-4, 2 * eps)  # norms: c is rounded as gradients are
         clipped = 0 < c < scale
         if self.max_norm is not None:
@@ -216,7 +214,7 @@ class ClippingWatch:
             pairs = zip(targets, self._last[1], strict=False)
             if clipped and any(abs(x / y - 1) <= close for x, y in pairs):
                 return "norm"
-        if not self._plain:
+        if not self._consistent:
             return None
         constant = _simple(c, eps)
         norm = clipped and eps < 1e-4 and any(_decimal(x, 2e-5) for x in targets)
@@ -225,7 +223,7 @@ class ClippingWatch:
         return "constant" if constant else "norm"
 
     def _same_factor(self, c: float, targets: list[float], eps: float) -> bool:
-        """The factor of the last such step, while the norm was another?"""
+        """Is the factor that of the last such step, while the norm is another?"""
         if self._last is None:
             return False
         same = abs(c / self._last[0] - 1) <= _ROUNDINGS * eps
@@ -233,14 +231,14 @@ class ClippingWatch:
 
 
 def _simple(c: float, eps: float) -> bool:
-    """1/k for an integer, a power of two, or a decimal of two digits? In half precision too many
-    numbers are."""
+    """Is it 1/k for an integer k, a power of two, or a decimal of two digits? False in half
+    precision, where too many numbers are."""
     if eps > 1e-4:
         return False
     exact = _ROUNDINGS * eps
     inverse = abs(1 / c)
-    whole = inverse < 2**15 and abs(inverse - round(inverse)) <= exact * inverse
-    return whole or _power_of_two(c, exact) or _decimal(c, exact)
+    integer = inverse < 2**15 and abs(inverse - round(inverse)) <= exact * inverse
+    return integer or _power_of_two(c, exact) or _decimal(c, exact)
 
 
 def _power_of_two(c: float, exact: float) -> bool:
@@ -253,12 +251,13 @@ def _decimal(x: float, within: float) -> bool:
 
 
 def _epsilon(tensors: Sequence[Tensor]) -> float:
-    """Of the coarsest; norms of float64 numbers are not summed to its last digits."""
+    """The machine epsilon of the coarsest type, at least 1e-12: norms of float64 numbers are not
+    summed to their last digits."""
     return max(max(torch.finfo(t.dtype).eps, 1e-12) for t in tensors)
 
 
 def _norms(tensors: Sequence[Tensor]) -> list[float]:
-    """The norm of each, in double precision; one transfer from a device."""
+    """The norm of each tensor, in double precision, with one transfer from a device."""
     if not tensors:
         return []
     real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
@@ -287,8 +286,8 @@ def _pieces(
 def _all_within(
     g: Sequence[Tensor], expected: Sequence[Tensor], size: Sequence[float], eps: Sequence[float]
 ) -> bool:
-    """Is each parameter what is expected of it, up to rounding by ``eps``? A number that is
-    otherwise counts by its size in the norm of its parameter."""
+    """Is each parameter as expected, up to rounding by ``eps``? The norm of the difference is
+    compared with ``size``, the norm of the parameter."""
     off = _norms(foreach_sub(list(g), list(expected)))
     tiny = [torch.finfo(t.dtype).smallest_normal * math.sqrt(t.numel()) for t in g]
     return all(
@@ -298,14 +297,14 @@ def _all_within(
 
 
 def _is_multiple(g: Sequence[Tensor], G: Sequence[Tensor], c: float, size: list[float]) -> bool:
-    return _is(g, G, size, lambda own: list(foreach_mul(own, c)))
+    return _equals(g, G, size, lambda own: list(foreach_mul(own, c)))
 
 
-def _is(
+def _equals(
     g: Sequence[Tensor], G: Sequence[Tensor], size: list[float],
     function: Callable[[list[Tensor]], list[Tensor]],
 ) -> bool:  # fmt: skip
-    """Whether ḡ = function(G) everywhere, up to rounding."""
+    """Is ḡ = function(G) everywhere, up to rounding?"""
     at = 0
     eps = [_epsilon(pair) for pair in zip(g, G, strict=True)]  # ḡ may have been converted since
     for some, own in _pieces(g, G):
@@ -318,7 +317,7 @@ def _is(
 def _clamped(
     g: Sequence[Tensor], G: Sequence[Tensor], size: list[float], scale: float | None
 ) -> Clipping | None:
-    """ḡ = clamp(sG, −b, b), b the largest |ḡ|: is it so everywhere?"""
+    """Clipping by value, if ḡ = clamp(sG, −b, b) everywhere with b the largest |ḡ|; else None."""
     largest = foreach_norm(list(g), math.inf)
     bound = max(torch.stack([x.double().to(largest[0].device) for x in largest]).tolist())
     eps = _epsilon(G)
@@ -339,7 +338,7 @@ def _clamped(
     def clamp(own: list[Tensor]) -> list[Tensor]:
         return [(y * s).clamp(-bound, bound) for y in own]
 
-    if not _is(g, G, size, clamp):
+    if not _equals(g, G, size, clamp):
         return None
     ratio = [
         torch.where(y == 0, torch.full_like(x, s), x / torch.where(y == 0, 1.0, y))

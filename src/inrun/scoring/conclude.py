@@ -1,23 +1,77 @@
-"""Are the numbers of a step good? Values, or the reason why there are none, said once."""
+"""Are the numbers of a step good? Values, or the reason why there are none, told once.
+
+Before ``optimizer.step()`` a step is ``Begun``; after it its numbers may still be on their way to
+the host, ``Pending``; ``Conclusion`` makes of them a ``StepResult``.
+"""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from inrun.ledger.records import Audit
-from inrun.scoring.score import Score
+from inrun.scoring.taken import Prediction
 
 NOT_FINITE = "the training gradient is not finite"
 NOT_ADDING_UP = "captured gradients do not add up to .grad"
 OTHER_STEP = "the optimizer took another step than its rule describes"
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """The result of a step: values [E, Q, B], or the reason why there are none."""
+
+    values: np.ndarray | None = None
+    void: str | None = None
+    audit: Audit | None = None
+    missed: float = 0.0  # part of the update that the secant could not carry (Muon's first steps)
+
+
+@dataclass
+class Begun:
+    """What was computed before ``optimizer.step()`` and is needed after it."""
+
+    step: int
+    numbers: dict[str, Tensor]
+    tolerance: float  # of the sum of the values
+    prediction: Prediction
+    flags: dict[str, Tensor]  # by reason: if one is up, the step is void
+    losses: list[np.ndarray]  # audited: before the step and without the batch
+    wait: bool  # fetch the values right after the step instead of during the next one
+
+
+class Pending:
+    """A result whose numbers are being copied to the host. ``settle`` waits for them."""
+
+    def __init__(self, numbers: Mapping[str, Tensor], conclude: Callable[..., StepResult]) -> None:
+        self._shapes = {k: t.shape for k, t in numbers.items()}
+        flat = torch.cat([t.detach().double().flatten() for t in numbers.values()])
+        self._conclude, self._event = conclude, None
+        if flat.is_cuda:
+            host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+            self._numbers = host.copy_(flat, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._numbers = flat
+
+    def settle(self) -> StepResult:
+        if self._event is not None:
+            self._event.synchronize()
+        parts = self._numbers.split([math.prod(s) for s in self._shapes.values()])
+        named = zip(self._shapes.items(), parts, strict=True)
+        return self._conclude(**{k: t.reshape(s).numpy() for (k, s), t in named})
+
+
 class Conclusion:
-    """Concludes steps, and remembers what was said."""
+    """Concludes steps, and remembers which reasons for void steps were told."""
 
     def __init__(self, targets: Sequence[str]) -> None:
         self.targets = targets
@@ -25,8 +79,8 @@ class Conclusion:
         self.message = ""
         self.said: Counter[str] = Counter()  # void steps by their reason
 
-    def void(self, step: int, reason: str, advice: str) -> Score:
-        """A step without values. The first of its kind is told."""
+    def void(self, step: int, reason: str, advice: str) -> StepResult:
+        """The result of a step without values; the first with this reason also warns."""
         self.said[reason] += 1
         if self.said[reason] == 1:
             warnings.warn(
@@ -34,20 +88,25 @@ class Conclusion:
                 "run.steps()['void'] shows every such step.)",
                 stacklevel=7,
             )
-        return Score(void=reason)
+        return StepResult(void=reason)
 
-    def loss_not_finite(self, losses: np.ndarray) -> Score:
+    def loss_not_finite(self, losses: np.ndarray) -> StepResult:
+        """The result of a step in which a validation loss [Q] is not finite."""
         target = self.targets[int(np.argmin(np.isfinite(losses)))]
-        return Score(void=f"the validation loss of '{target}' is not finite")
+        return StepResult(void=f"the validation loss of '{target}' is not finite")
 
     def of(
         self, step: int, audit: Audit | None, tolerance: float, advice: dict[str, str],
         *, values: np.ndarray, expected: np.ndarray, losses: np.ndarray, finite: np.ndarray,
         missed: np.ndarray, flags: np.ndarray,
-    ) -> Score:  # fmt: skip
-        """``advice``: by reason, in the order of ``flags``, those for which the step is void."""
+    ) -> StepResult:  # fmt: skip
+        """The result of a step from its numbers on the host.
+
+        ``advice`` says what to do by reason; ``flags`` are up or down in the same order, and one
+        that is up makes the step void.
+        """
         if not finite:
-            return Score(void=NOT_FINITE)
+            return StepResult(void=NOT_FINITE)
         if not np.isfinite(losses).all():
             return self.loss_not_finite(losses)
         for up, (reason, what_to_do) in zip(flags, advice.items(), strict=True):
@@ -55,13 +114,13 @@ class Conclusion:
                 return self.void(step, reason, what_to_do)
         for q, target in enumerate(self.targets):
             if not np.isfinite(values[:, q]).all():
-                return Score(void=f"the values for '{target}' are not finite")
+                return StepResult(void=f"the values for '{target}' are not finite")
         if self.add_up(step, tolerance, values, expected):
-            return Score(values, None, audit, float(missed))
+            return StepResult(values, None, audit, float(missed))
         return self.void(step, NOT_ADDING_UP, self.message)
 
     def add_up(self, step: int, tolerance: float, values: np.ndarray, expected: np.ndarray) -> bool:
-        """Is the sum of the values what the gradient as a whole is worth?"""
+        """Is the sum of the values ⟨u, G⟩, up to rounding? Otherwise ``message`` says why not."""
         sums, size = values.sum(2), np.abs(values).sum(2) + np.abs(expected)
         off = np.abs(sums - expected)
         if not (off > tolerance * size).any():

@@ -1,9 +1,13 @@
-"""From directions and records to values: ⟨u_q, g_i⟩ for every target q and example i."""
+"""From validation gradients and records to values: ⟨u_q, g_i⟩ for every target q and example i.
+
+``group_values`` carries the gradients of a group of targets through the update map to directions u,
+a few parameters and targets at a time; ``contract`` forms ⟨u, g_i⟩ from the records of the batch.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +17,18 @@ from torch import Tensor
 from inrun import kernels
 from inrun.capture.micro_batch import MicroBatch
 from inrun.gradients import Dense, Record
+from inrun.gradients.cost import TOGETHER
 from inrun.gradients.nodes import Node, directions
 from inrun.gradients.records import Lookup, wide
+from inrun.optimizers.base import LinearMap, Scale
+from inrun.scoring import contraction_kernel
+from inrun.validation.sweep import Gradients
+
+MEMORY = 2**28  # numbers of the directions of several targets that are held at a time
+NODE_MEMORY = 2**26  # the same for a tensor that is made of parameters
+_LONG = 4  # numbers: so many are below four times bfloat16's rounding once in a million times
+_SMALL = 2**14  # numbers: so few are copied sooner than multiplied on their own
+Products = tuple[Tensor, Tensor]  # ⟨u_q, g_i⟩ [Q, B] and ⟨u_q, G⟩ [Q]
 
 
 @dataclass(eq=False)
@@ -27,14 +41,116 @@ class Direction:
 
     @property
     def full(self) -> Tensor:
+        """u itself, computed when it is first asked for [Q, *W]."""
         if self._full is None:
             self._full = wide(self.v) if self.K is None else self.K * self.v
         return self._full
 
 
+def group_values(
+    points: Sequence[Gradients],
+    maps: Sequence[Mapping[str, LinearMap]],
+    ratios: Mapping[str, Tensor] | None,
+    G: Mapping[str, Tensor],
+    micros: Sequence[MicroBatch],
+    parts: Sequence[Sequence[str]],
+    Q: int,
+) -> list[Products]:
+    """The products of a group of Q targets, through the maps of each estimator.
+
+    ``ratios`` is ḡ/G where clipping gave each coordinate its own. One target: the whole model at
+    once. Several: a few parameters at a time, and no more targets at a time than fit the memory;
+    their gradients are formed once for all estimators.
+    """
+
+    def some(names: Sequence[str], qs: slice) -> list[Products]:
+        v = _mean([p.of(names, qs) for p in points])
+        if next(iter(v.values())).is_cuda:  # once, for all kernels that will read them
+            v = {k: contraction_kernel.rows_in_order(x) for k, x in v.items()}
+        own = {k: G[k] for k in names}
+        return [contract(directions_through(f, v, ratios), own, micros) for f in maps]
+
+    if Q == 1:
+        return some(list(G), slice(0, 1))
+    small, large = _fitting(next(iter(G.values())).device)
+    pieces = []
+    for names in _pieces(parts, G, small // Q):
+        n = _targets_at_once(Q, large // sum(G[k].numel() for k in names))
+        pieces.append([some(names, slice(q, min(q + n, Q))) for q in range(0, Q, n)])
+    scale = points[0].scale
+    found = []
+    for e in range(len(maps)):
+        by_piece = [[torch.cat(x) for x in zip(*(f[e] for f in p), strict=True)] for p in pieces]
+        values, sums = (sum(x[1:], x[0]) for x in zip(*by_piece, strict=True))
+        if scale is not None:
+            values, sums = values * scale[:, None], sums * scale
+        found.append((values, sums))
+    return found
+
+
+def directions_through(
+    maps: Mapping[str, LinearMap], v: Mapping[str, Tensor], ratios: Mapping[str, Tensor] | None
+) -> dict[str, Direction]:
+    """The validation gradients v [Q, *W] carried through the maps and, with ``ratios``, through
+    clipping by value."""
+    found = {}
+    for k, x in v.items():
+        f = maps[k]
+        K = f.K if isinstance(f, Scale) else None
+        if K is None:
+            x = torch.stack([f(own) for own in wide(x)])
+        if ratios is not None and K is not None:
+            K = ratios[k] * K
+        elif ratios is not None:
+            x = ratios[k] * x
+        found[k] = Direction(x, K)
+    return found
+
+
+def _mean(points: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+    """The mean of the gradients at several points, by parameter."""
+    if len(points) == 1:
+        return points[0]
+    return {k: torch.stack([p[k] for p in points]).mean(0) for k in points[0]}
+
+
+def _fitting(device: torch.device) -> tuple[int, int]:
+    """How many numbers of the directions of several targets to hold at a time: of small parameters
+    together, and of a large one. A GPU has memory for more, each piece costs the host some
+    launches, and of a large parameter all examples' gradients are read again for every few
+    targets."""
+    if device.type != "cuda":
+        return MEMORY, MEMORY
+    free, memory = torch.cuda.mem_get_info(device)
+    small = max(MEMORY, memory // 256)
+    return small, max(small, min(memory // 64, free // 16))
+
+
+def _targets_at_once(Q: int, fit: int) -> int:
+    """How many targets to contract at a time: at most ``fit``, in multiples of TOGETHER."""
+    n = max(1, min(Q, fit))
+    return n if n == Q or n < TOGETHER else n // TOGETHER * TOGETHER
+
+
+def _pieces(
+    parts: Sequence[Sequence[str]], G: Mapping[str, Tensor], size: int
+) -> Iterator[list[str]]:
+    """Joins parts up to ``size`` numbers; a larger part is a piece of its own."""
+    piece: list[str] = []
+    held = 0
+    for names in parts:
+        more = sum(G[k].numel() for k in names)
+        if piece and held + more > size:
+            yield piece
+            piece, held = [], 0
+        piece += names
+        held += more
+    yield piece
+
+
 def contract(
     u: Mapping[str, Direction], G: Mapping[str, Tensor], micros: Sequence[MicroBatch]
-) -> tuple[Tensor, Tensor]:
+) -> Products:
     """⟨u_q, g_i⟩ of every example of the step [Q, B], and ⟨u_q, G⟩ [Q], in float64."""
     some = next(iter(u.values())).v
     Q, device = len(some), some.device
@@ -42,25 +158,29 @@ def contract(
     expected = torch.zeros(Q, dtype=torch.float64, device=device)
     for micro in micros:
         total = torch.zeros(Q, micro.B, dtype=torch.float64, device=device)
-        dense: dict[Any, list[tuple[str, Tensor]]] = {}
+        dense: list[tuple[str, Tensor]] = []
         for node, records in micro.nodes(u.keys()):
             for record in records:
                 if type(record) is Dense and node.param is not None:
-                    k, rows = node.name, record.grads
-                    rows = rows if rows.device == device else rows.to(device)
-                    kind = kernels.usable_rows(rows), rows.dtype, u[k].v.dtype, G[k].dtype
-                    dense.setdefault(kind, []).append((k, rows))
+                    rows = record.grads
+                    dense.append((node.name, rows if rows.device == device else rows.to(device)))
                 else:
-                    total += _plain(node, record.to(device), u)
-        for (by_kernel, *_), pairs in dense.items():
+                    total += _products(node, record.to(device), u)
+        kinds: dict[Any, list[tuple[str, Tensor]]] = {}
+        by_kernel = contraction_kernel.usable_rows([rows for _, rows in dense])
+        for (k, rows), kernel in zip(dense, by_kernel, strict=True):
+            kind = kernel, rows.dtype, u[k].v.dtype, G[k].dtype
+            kinds.setdefault(kind, []).append((k, rows))
+        for (kernel, *_), pairs in kinds.items():
             names = [k for k, _ in pairs]
-            whole = covered.isdisjoint(names)
-            if by_kernel:
-                whole = whole and kernels.usable([G[k] for k in names])
-            total_g = (_fused if by_kernel else _joined)(pairs, u, G if whole else None)
-            total += total_g[:, :-1]
-            if whole:
-                expected += total_g[:, -1]
+            with_G = covered.isdisjoint(names)
+            if kernel:
+                with_G = with_G and kernels.usable([G[k] for k in names])
+            products = _kernel_products if kernel else joined_products
+            found = products(pairs, u, G if with_G else None)
+            total += found[:, :-1]
+            if with_G:
+                expected += found[:, -1]
                 covered.update(names)
         values.append(total)
     for k, d in u.items():
@@ -70,14 +190,15 @@ def contract(
     return torch.cat(values, dim=1), expected
 
 
-def _plain(node: Node, record: Record, u: Mapping[str, Direction]) -> Tensor:
+def _products(node: Node, record: Record, u: Mapping[str, Direction]) -> Tensor:
+    """⟨u_q, g_i⟩ of one record [Q, B]."""
     if node.param is not None:
         d = u[node.name]
         if isinstance(record, Lookup) and d.K is not None:  # few rows of a large table
             return record.dots(d.v, d.K).double()
         return record.dots(d.full).double()
     moving = {k: u[k].full for k in node.roots if k in u}
-    some = max(1, _AT_ONCE // math.prod(record.shape))
+    some = max(1, NODE_MEMORY // math.prod(record.shape))
     found = [
         record.dots(directions(node, {k: x[q : q + some] for k, x in moving.items()}))
         for q in range(0, len(next(iter(moving.values()))), some)
@@ -85,21 +206,23 @@ def _plain(node: Node, record: Record, u: Mapping[str, Direction]) -> Tensor:
     return torch.cat(found).double()
 
 
-def _fused(
+def _kernel_products(
     rows: Sequence[tuple[str, Tensor]], u: Mapping[str, Direction], G: Mapping[str, Tensor] | None
 ) -> Tensor:
+    """As ``joined_products``, by the Triton kernel."""
     names = [k for k, _ in rows]
-    factors = [kernels.in_order(x) for k in names if (x := u[k].K) is not None]
+    factors = [contraction_kernel.in_order(x) for k in names if (x := u[k].K) is not None]
     K = factors if len(factors) == len(names) else None
-    v = [kernels.rows_in_order(u[k].v if K is not None else u[k].full) for k in names]
+    v = [contraction_kernel.rows_in_order(u[k].v if K is not None else u[k].full) for k in names]
     own = None if G is None else [G[k] for k in names]
-    return kernels.contract([g for _, g in rows], K, v, own)
+    return contraction_kernel.contract([g for _, g in rows], K, v, own)
 
 
-def _joined(
+def joined_products(
     rows: Sequence[tuple[str, Tensor]], u: Mapping[str, Direction], G: Mapping[str, Tensor] | None
 ) -> Tensor:
-    """The same without a kernel: small tensors (the many vectors of a model) in one product."""
+    """Σ over parameters of ⟨u_q, g_i⟩ for materialised gradients, and in the last column ⟨u_q, G⟩:
+    [Q, B + 1]. Small tensors (the many vectors of a model) are multiplied in one product."""
     groups = [[x] for x in rows if x[1].numel() > _SMALL]
     small = [x for x in rows if x[1].numel() <= _SMALL]
     found, own = [], []
@@ -114,7 +237,7 @@ def _joined(
 
 
 def _directions(group: Sequence[Direction]) -> Tensor:
-    """K ⊙ v of all of them, side by side."""
+    """K ⊙ v of all directions as one matrix [Q, numbers]."""
     if len(group) == 1 or any(d.K is None for d in group):
         return _side_by_side([d.full for d in group])
     factors = [d.K[None] for d in group if d.K is not None]
@@ -122,13 +245,13 @@ def _directions(group: Sequence[Direction]) -> Tensor:
 
 
 def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:
-    """[n, *W] each, as rows [n, numbers]."""
+    """Tensors [n, *W] as one matrix [n, numbers], their columns side by side."""
     flat = [t if t.ndim == 2 else t.flatten(1) if t.ndim > 2 else t[:, None] for t in tensors]
     return flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
 
 
 def _row(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The numbers of all of them."""
+    """The numbers of all tensors, one after the other."""
     flat = [t if t.ndim == 1 else t.flatten() for t in tensors]
     row = flat[0] if len(flat) == 1 else torch.cat(flat)
     return row if row.dtype == dtype else row.to(dtype)
@@ -178,11 +301,6 @@ def cancelling(
     for k, size in sizes.items():
         limit = math.sqrt(torch.finfo(size.dtype).eps)
         limit = max(limit, 4 * coarse) if G[k].numel() >= _LONG else limit
-        own, whole = G[k].norm(), size.sqrt()  # of the same order by chance, however many examples
-        found[k] = (own <= limit * whole) & (whole > 0) & own.isfinite()
+        own, each = G[k].norm(), size.sqrt()  # of the same order by chance, however many examples
+        found[k] = (own <= limit * each) & (each > 0) & own.isfinite()
     return found
-
-
-_LONG = 4  # numbers: so many are below four times bfloat16's rounding once in a million times
-_AT_ONCE = 2**26  # numbers of the directions of a tensor that is made of parameters
-_SMALL = 2**14  # numbers: so few are copied sooner than multiplied on their own

@@ -8,18 +8,20 @@ What `optimizer.step()` finds in ``.grad`` must come from the batches of the ste
 Copies of the whole gradient decide that in the first steps, in audited ones and as long as anything
 is done to it (clipping, unscaling). Otherwise torch's version counters tell, and, since a
 GradScaler and whatever writes to ``.data`` leave them alone, a sample of every parameter's
-gradient, compared on the device so that nothing waits for it.
+gradient, compared on the device so that nothing waits for it. taken.py samples weights in the same
+way, with ``SampleViews``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from inrun.scoring import sample
 from inrun.torch_compat import foreach_copy_, version_of
 
 FIRST = 3  # steps in a row without any change before copies are no longer kept
@@ -41,13 +43,13 @@ class Accumulated:
     """Follows ``.grad`` from batch to batch and to the step."""
 
     def __init__(self) -> None:
-        self.whole = True  # copies are kept
+        self.keeps_copies = True
         self._quiet = 0  # steps in a row in which nothing happened
         self._held: dict[str, tuple[Tensor, int]] = {}
         self._copies: dict[str, Tensor] = {}
         self._memory: dict[str, Tensor] = {}  # of the copies, used again
         self._sample: list[Tensor] = []
-        self._views = sample.Views()
+        self._views = SampleViews()
         self._before: Tensor | None = None
 
     def forget(self) -> None:
@@ -82,22 +84,20 @@ class Accumulated:
         """Before a batch adds anything: flag gradients that are not from this step's batches."""
         grads = _gradients(params)
         if first:
-            left = [g for g in grads.values() if not _empty(g)]
-            found = left if self.whole else self._views.gather(left)
-            flags = [x.any() for x in found]
-            if flags:
-                self._raise_before(torch.stack([f.to(flags[0].device) for f in flags]).any())
+            left = [g for g in grads.values() if g.numel()]
+            found = left if self.keeps_copies else self._views.gather(left)
+            if found:
+                self._raise_before(_any([x.any() for x in found]))
         elif self._held:
             if self._copies:
                 own = {k: g for k, g in grads.items() if k in self._copies}
-                flag = sample.differ(list(own.values()), [self._copies[k] for k in own])
+                flag = differ(list(own.values()), [self._copies[k] for k in own])
                 self._raise_before(flag)
             elif self._touched(grads):
                 self._raise_before(torch.ones((), dtype=torch.bool))
             else:
-                self._raise_before(
-                    sample.differ(self._views.gather(list(grads.values())), self._sample)
-                )
+                now = self._views.gather(list(grads.values()))
+                self._raise_before(differ(now, self._sample))
 
     def _raise_before(self, flag: Tensor) -> None:
         if self._before is not None:
@@ -109,7 +109,7 @@ class Accumulated:
         grads = _gradients(params)
         self._held = {k: (g, version_of(g)) for k, g in grads.items()}
         self._copies, self._sample = {}, []
-        if scored and (self.whole or audit):
+        if scored and (self.keeps_copies or audit):
             self._copies = self._copied(grads)
         elif scored:
             self._memory = {}
@@ -118,12 +118,8 @@ class Accumulated:
     def _copied(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of the gradients, in the memory of the last step's copies."""
         for k, g in grads.items():
-            kept = self._memory.get(k)
-            if kept is None or (kept.shape, kept.dtype, kept.device) != (
-                g.shape,
-                g.dtype,
-                g.device,
-            ):
+            kept, kind = self._memory.get(k), (g.shape, g.dtype, g.device)
+            if kept is None or (kept.shape, kept.dtype, kept.device) != kind:
                 self._memory[k] = torch.empty_like(g)
         copies = {k: self._memory[k] for k in grads}
         if copies:
@@ -132,10 +128,11 @@ class Accumulated:
 
     def _touched(self, grads: Mapping[str, Tensor]) -> bool:
         """Was a gradient replaced or written to since it was noted, as far as torch counts?"""
-        return any(
-            k not in self._held or self._held[k][0] is not g or self._held[k][1] != version_of(g)
-            for k, g in grads.items()
-        )
+        held = self._held
+        for k, g in grads.items():
+            if k not in held or held[k][0] is not g or held[k][1] != version_of(g):
+                return True
+        return False
 
     # At the step
 
@@ -149,25 +146,96 @@ class Accumulated:
         if self._copies or not self._held:
             own = {k: self._copies[k] if k in self._copies else torch.zeros_like(g)
                    for k, g in grads.items()}  # fmt: skip
-            found.changed = bool(sample.differ(list(grads.values()), list(own.values())))
+            found.changed = bool(differ(list(grads.values()), list(own.values())))
             found.G = own if found.changed else found.G
         elif touched:
             found.flags[CHANGED] = torch.ones((), dtype=torch.bool)
         else:
             now = self._views.gather(list(grads.values()))
-            found.flags[CHANGED] = sample.differ(now, self._sample)
+            found.flags[CHANGED] = differ(now, self._sample)
         self._quiet = 0 if touched or found.changed else self._quiet + 1
-        self.whole = self._quiet < FIRST
+        self.keeps_copies = self._quiet < FIRST
         return found
 
     def suspect(self) -> None:
         """Something was done to the gradient: keep copies from now on."""
-        self.whole, self._quiet = True, 0
+        self.keeps_copies, self._quiet = True, 0
+
+
+SAMPLED = 8  # positions of each tensor, or all of a smaller one
+
+
+@lru_cache(maxsize=4096)
+def _positions(size: int) -> tuple[tuple[int], tuple[int], int]:
+    """Count, stride and start of the positions: spread over the whole tensor, the start random."""
+    count = min(SAMPLED, size)
+    stride = max(1, size // SAMPLED)
+    if stride > 2 and stride % 2 == 0:
+        stride -= 1  # an odd stride does not stay in one column of a matrix
+    last = size - 1 - (count - 1) * stride
+    start = int(np.random.default_rng(size).integers(last + 1)) if size else 0
+    return (count,), (stride,), start
+
+
+class SampleViews:
+    """Views of a few fixed positions of tensors, cached for tensors that are read in every step."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Tensor, int, Tensor]] = {}
+
+    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The sampled entries of each tensor: a view if it is contiguous, else a copy."""
+        found = []
+        for t in tensors:
+            kept = self._kept.get(id(t))
+            if kept is not None and kept[0] is t and kept[1] == t.data_ptr():
+                found.append(kept[2])
+                continue
+            count, stride, start = _positions(t.numel())
+            own = t.detach() if t.requires_grad else t
+            if not own.is_contiguous():
+                found.append(own.flatten().as_strided(count, stride, start))
+                continue
+            view = own.as_strided(count, stride, own.storage_offset() + start)
+            self._kept[id(t)] = t, t.data_ptr(), view
+            found.append(view)
+        return found
+
+    def joined(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The sampled entries of tensors of one type and device, concatenated."""
+        return torch.cat(self.of(tensors))
+
+    def gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The sampled entries of all tensors, one tensor for each type and device."""
+        kinds: dict[object, list[Tensor]] = {}
+        for t, entries in zip(tensors, self.of(tensors), strict=True):
+            kinds.setdefault((t.dtype, t.device), []).append(entries)
+        return [torch.cat(some) for some in kinds.values()]
+
+    def forget(self) -> None:
+        self._kept = {}
+
+    def shrink(self, most: int) -> None:
+        """Empty the cache when it holds more than ``most`` tensors."""
+        if len(self._kept) > most:
+            self._kept = {}
+
+
+def differ(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+    """Whether any entry differs between the lists, as a tensor on the first one's device."""
+    if [(x.shape, x.dtype, x.device) for x in a] != [(x.shape, x.dtype, x.device) for x in b]:
+        return torch.ones((), dtype=torch.bool)
+    if not a:
+        return torch.zeros((), dtype=torch.bool)
+    return _any([(x != y).any() for x, y in zip(a, b, strict=True)])
+
+
+def _any(flags: Sequence[Tensor]) -> Tensor:
+    """Whether one of these flags is up, as a tensor on the first one's device."""
+    if len(flags) == 1:
+        return flags[0]
+    return torch.stack([f.to(flags[0].device) for f in flags]).any()
 
 
 def _gradients(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {k: g for k, p in params.items() if (g := p.grad) is not None}
-
-
-def _empty(g: Tensor) -> bool:
-    return g.numel() == 0

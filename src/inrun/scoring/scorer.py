@@ -1,15 +1,28 @@
-"""The stages of one optimizer step: direction, contraction, checks.
+"""One optimizer step, from gradients to values: the order of the stages, and what they remember.
 
-Given what the capture recorded and the optimizer about to step, gives every example of the step
-its value: ⟨u, g_i⟩, u the validation gradient carried back through the optimizer's update and
-through clipping.
+Before ``optimizer.step()``, ``Scorer.begin``:
+
+1. received: .grad must be what the batches left there, or a known function C of it (received.py,
+   clipping.py);
+2. update map: the optimizer's rule gives a linear map for each parameter and estimator, and the
+   weights on the path from "without the batch" to "with it" (path.py);
+3. validation: losses and gradients of the targets at these weights (validation/);
+4. contraction: ⟨u, g_i⟩ of every example, u the validation gradient carried back through the update
+   map and through C (contraction.py);
+5. audit, now and then: the validation losses before the step and without the batch.
+
+After it, ``Scorer.finish``:
+
+6. taken: are the weights those that the rule predicted (taken.py)?
+7. conclude: values, or void and why (conclude.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,25 +39,42 @@ from inrun.ledger.records import Audit
 from inrun.optimizers import rule_for
 from inrun.optimizers.base import LinearMap, Scale, has_own_rule
 from inrun.scoring.clipping import Clipping, ClippingWatch, Unrecognised
-from inrun.scoring.conclude import NOT_FINITE, OTHER_STEP, Conclusion
-from inrun.scoring.contraction import Direction, cancelling, components, contract
-from inrun.scoring.direction import POINTS, Estimator, Moved, Path, Static
-from inrun.scoring.groups import group_values
-from inrun.scoring.received import BEFORE, CHANGED, FIRST, Accumulated, Received
-from inrun.scoring.sample import Views
-from inrun.scoring.score import Begun, Pending, Score
-from inrun.scoring.stages import stage
+from inrun.scoring.conclude import NOT_FINITE, OTHER_STEP, Begun, Conclusion, Pending, StepResult
+from inrun.scoring.contraction import Direction, cancelling, components, contract, group_values
+from inrun.scoring.estimators import MAPS, POINTS, Estimator
+from inrun.scoring.path import ParamStep, Path, PathBuffers, param_steps
+from inrun.scoring.received import BEFORE, CHANGED, FIRST, Accumulated, Received, SampleViews
 from inrun.scoring.taken import predict
 from inrun.tensors.autocast import no_autocast
 from inrun.torch_compat import foreach_norm
 from inrun.validation.sweep import Gradients
 from inrun.validation.validator import Validator
 
+# Context of the stage of this name. A benchmark puts its stopwatch here (bench/stopwatch.py).
+stage: Callable[[str], AbstractContextManager[Any]] = nullcontext
+
 _ADVICE = {
     CHANGED: "Clipping and unscaling are recognised from the next step on",
     BEFORE: "Call optimizer.zero_grad() before the first batch of a step, and every backward() "
     "inside run.batch(ids)",
 }
+
+
+@dataclass(eq=False)
+class Step:
+    """What the stages of one step share."""
+
+    number: int
+    micros: list[MicroBatch]
+    audit: bool
+    params: dict[str, Tensor]  # the scored parameters that have a gradient
+    moved: list[ParamStep]  # all parameters that the optimizer will move
+    places: list[int]  # of the scored ones among these
+    finite: Tensor  # flag: the received gradient is finite
+    G: dict[str, Tensor]  # the gradient as the batches left it
+    flags: dict[str, Tensor]  # by reason: if one is up, the step is void
+    clipping: Clipping  # C, its factor the same for every example
+    tolerance: float  # relative, of sums of values
 
 
 class Scorer:
@@ -61,74 +91,57 @@ class Scorer:
         scaler: Any,
     ) -> None:
         self.model, self.optimizer, self.params = model, optimizer, params
-        self.rule = rule_for(optimizer)
+        self.rule, cls = rule_for(optimizer), type(optimizer)
+        self._borrowed_by = None if has_own_rule(cls) else cls  # the rule of a base class
         self.estimators, self.validator, self.scaler = estimators, validator, scaler
         self.targets = [t.name for t in validator.targets]
         self.accumulated = Accumulated()
         self.conclusion = Conclusion(self.targets)
         self._clipping = ClippingWatch(max_norm)
-        self._static = Static()
+        self._buffers = PathBuffers()
         self._candidates: set[str] = set()  # vectors that may cancel
-        self._looked_at: Any = None
-        self._views = Views()  # of weights and optimizer state
+        self._looked_at: Any = None  # the state of the model when they were looked for
+        self._views = SampleViews()  # of weights and optimizer state
         self._compared = 0  # steps whose weights were compared on all coordinates
 
     def close(self) -> None:
-        self._static = Static()
+        self._buffers = PathBuffers()
         self._views.forget()
         self.accumulated.close()
 
     def begin(
-        self, step: int, micros: list[MicroBatch], ids: np.ndarray, audit: bool,
+        self, number: int, micros: list[MicroBatch], ids: np.ndarray, audit: bool,
         check: Check | None,
-    ) -> Score | Begun:  # fmt: skip
-        """Values of all examples of the step that the optimizer is about to take."""
-        names = [k for k, p in self.params.items() if p.grad is not None]
-        if not self.conclusion.verified:
-            self._refuse_unseen(names, micros)
-        mine = {k: self.params[k] for k in names}
-        moved = self._moved()
-        own = {id(m.p): i for i, m in enumerate(moved)}
-        places = [own[id(p)] for p in mine.values()]
-        g = [moved[i].g for i in places]
-        finite = _finite(g)
-        if not finite.is_cuda and not bool(finite):
-            return Score(void=NOT_FINITE)
-        found = self.accumulated.compare(
-            {k: x for k, p in mine.items() if (x := p.grad) is not None}
-        )
-        fixed = self._arrived(step, found, g, micros)
-        if isinstance(fixed, Score):
-            return fixed
-        path, G = Path(moved, self._static), found.G
-        numbers = self._numbers(len(ids), g[0])
-        numbers["finite"] = finite
-        numbers["missed"] = _missed([moved[i] for i in places], numbers["values"])
-        whole = audit or self._compared < FIRST
-        tolerance = _tolerance(G.values(), any(_is_half(m) for m in micros))
-        prediction, measured = (
-            predict(moved, path, None if whole else self._views),
-            list[np.ndarray](),
-        )
-        maps = self._maps(path, places, G, self._cancelling(G, micros, audit))
-        with self._validating(micros):
-            clipping = self._values(numbers, path, mine, maps, fixed, G, micros, audit)
-            losses = numbers["losses"]
+    ) -> StepResult | Begun:  # fmt: skip
+        """Stages 1 to 5: values of all examples of the step that the optimizer is about to take."""
+        step = self._received(number, micros, audit)
+        if isinstance(step, StepResult):
+            return step
+        all_coordinates = audit or self._compared < FIRST
+        path = Path(step.moved, self._buffers)
+        prediction = predict(step.moved, path, None if all_coordinates else self._views)
+        maps = self._maps(step, path)
+        numbers = self._numbers(step, len(ids))
+        losses, measured = numbers["losses"], list[np.ndarray]()
+        self.validator.autocast = micros[-1].autocast
+        self.validator.draw()
+        with self.validator.evaluating():
+            clipping = self._values(step, path, maps, numbers)
             if not losses.is_cuda and not bool(losses.isfinite().all()):
                 return self.conclusion.loss_not_finite(losses.numpy())
             if not self.conclusion.verified:
-                self._refuse(step, tolerance, numbers, G, micros)
+                self._refuse_sums(step, numbers)
             if check is not None:
-                self._compare(check, step, ids, numbers["values"][0], micros, G, clipping)
+                self._check(check, step, ids, numbers["values"][0], clipping)
             if audit:
                 for point in (None, 0.0):
                     with path.weights(point):
                         measured.append(np.array(self.validator.losses()))
-        wait = not losses.is_cuda or whole or check is not None
-        return Begun(step, numbers, tolerance, prediction, found.flags, measured, wait)
+        wait = not losses.is_cuda or all_coordinates or check is not None
+        return Begun(number, numbers, step.tolerance, prediction, step.flags, measured, wait)
 
-    def finish(self, begun: Begun) -> Score | Pending:
-        """After ``optimizer.step()``: the score, or one whose values are still on the device."""
+    def finish(self, begun: Begun) -> StepResult | Pending:
+        """Stages 6 and 7: the result, or one whose values are still on the device."""
         audit = None
         if begun.losses:  # U(B) at the weights that are really there
             with self.validator.evaluating():
@@ -138,135 +151,157 @@ class Scorer:
         flags = [*begun.flags.values(), begun.prediction.off()]
         begun.numbers["flags"] = torch.stack([f.to(like) for f in flags])
         advice = {k: _ADVICE[k] for k in begun.flags}
-        advice[OTHER_STEP] = self._why_other(begun)
+        advice[OTHER_STEP] = begun.prediction.likely_cause(self._borrowed_by)
         conclude = partial(self.conclusion.of, begun.step, audit, begun.tolerance, advice)
         pending = Pending(begun.numbers, conclude)
         if not begun.wait:
             return pending
-        score = pending.settle()
-        if begun.prediction.views is None and score.void is None:
+        result = pending.settle()
+        if begun.prediction.views is None and result.void is None:
             self._compared += 1
-        return score
+        return result
 
-    def settled(self, score: Score) -> None:
-        """Called with each step's score: after a mismatch, go back to the thorough checks."""
-        if score.void == CHANGED:
+    def settled(self, result: StepResult) -> None:
+        """Called with each step's result: after a mismatch, go back to the thorough checks."""
+        if result.void == CHANGED:
             self.accumulated.suspect()
-        if score.void == OTHER_STEP:
+        if result.void == OTHER_STEP:
             self._compared = 0
 
-    def _numbers(self, B: int, like: Tensor) -> dict[str, Tensor]:
-        """Zeros for the values [E, Q, B], their expected sums [E, Q] and the losses [Q]."""
-        values = like.new_zeros((len(self.estimators), len(self.targets), B), dtype=torch.float64)
-        expected, losses = values.new_zeros(values.shape[:2]), values.new_zeros(values.shape[1])
-        return {"values": values, "expected": expected, "losses": losses}
+    # 1. Received
 
-    @contextmanager
-    def _validating(self, micros: list[MicroBatch]) -> Iterator[None]:
-        """Context of the validation passes of a step; draws each target's next batches."""
-        self.validator.autocast = micros[-1].autocast
-        self.validator.draw()
-        with self.validator.evaluating():
-            yield
-
-    def _values(
-        self, numbers: dict[str, Tensor], path: Path, mine: Mapping[str, Tensor],
-        maps: list[dict[str, LinearMap]], fixed: Clipping, G: Mapping[str, Tensor],
-        micros: list[MicroBatch], audit: bool,
-    ) -> Clipping:  # fmt: skip
-        """Fill in the values, one group of targets at a time; returns the per-example clipping."""
-        values, losses = numbers["values"], numbers["losses"]
-        clipping, aligned = self._spread(fixed, G, micros)
-        parts = components(list(G), micros) if len(self.targets) > 1 else []
-        for group in self.validator.groups(mine, audit):
-            at = self._gradients(group, path, mine)
-            qs = slice(group[0], group[-1] + 1)
-            losses[qs] = sum(g.loss for g in at.values())
-            if not losses.is_cuda and not bool(losses[qs].isfinite().all()):
-                break
-            with stage("contraction"), no_autocast(losses.device.type):
-                for point, which in self._by_point().items():
-                    kinds = [self.estimators[e].kind for e in which]
-                    carries = [clipping if k == "secant" else fixed for k in kinds]
-                    through = [(maps[e], c) for e, c in zip(which, carries, strict=True)]
-                    points = [at[x] for x in POINTS[point]]
-                    found = group_values(points, through, G, micros, parts, len(group))
-                    for e, carry, (inner, sums) in zip(which, carries, found, strict=True):
-                        values[e, qs] = carry.apply(inner, sums, aligned)
-                        numbers["expected"][e, qs] = sums * carry.common
-        return clipping
-
-    def _refuse(
-        self, step: int, tolerance: float, numbers: Mapping[str, Tensor], G: Mapping[str, Tensor],
-        micros: list[MicroBatch],
-    ) -> None:  # fmt: skip
-        """Before the first step with values: captured gradients that do not add up are an error."""
-        values, expected = (numbers[k].cpu().numpy() for k in ("values", "expected"))
-        if not np.isfinite(values).all() or not bool(numbers["finite"]):
-            return
-        if self.conclusion.add_up(step, tolerance, values, expected):
-            return
-        errors = gradient_errors(G, per_example(self.params, micros))
-        off = [k for k, e in errors.items() if e > tolerance]
-        where = f". Parameters concerned: {', '.join(off[:5]) or 'unknown'}."
-        raise CaptureError(self.conclusion.message + where)
-
-    def _why_other(self, begun: Begun) -> str:
-        """The likely cause of a step that was not the rule's."""
-        cls = type(self.optimizer)
-        if begun.prediction.other_gradients():
-            return (
-                "Gradients were changed after they were scored, inside optimizer.step(): by a step "
-                "pre-hook that was registered after inrun.watch, or by the step itself. Register "
-                "the hook before inrun.watch"
-            )
-        if not has_own_rule(cls):
-            return (
-                f"{cls.__module__}.{cls.__qualname__} uses the rule of its base class, but its "
-                "update is another: give it one with @inrun.register_optimizer (docs/optimizers.md)"
-            )
-        return (
-            "Likely causes: a hook or a wrapper of the optimizer that changes weights, options or "
-            "the update during step()"
+    def _received(self, number: int, micros: list[MicroBatch], audit: bool) -> Step | StepResult:
+        """What the optimizer is about to do with which gradient. A void result if that gradient is
+        no known function of what the batches left."""
+        params = {k: p for k, p in self.params.items() if p.grad is not None}
+        if not self.conclusion.verified:
+            self._refuse_unseen(params, micros)
+        moved = param_steps(self.optimizer, self.rule)
+        own = {id(m.p): i for i, m in enumerate(moved)}
+        places = [own[id(p)] for p in params.values()]
+        g = [moved[i].g for i in places]
+        finite = _finite(g)
+        if not finite.is_cuda and not bool(finite):
+            return StepResult(void=NOT_FINITE)
+        grads = {k: x for k, p in params.items() if (x := p.grad) is not None}
+        found = self.accumulated.compare(grads)
+        for reason, flag in found.flags.items():
+            if flag.device.type == "cpu" and bool(flag):
+                return self.conclusion.void(number, reason, _ADVICE[reason])
+        C = self._recognised(found, g, micros)
+        if isinstance(C, Unrecognised):
+            return self.conclusion.void(number, C.void, C.advice)
+        tolerance = _tolerance(grads.values(), any(_autocast_on(m) for m in micros))
+        return Step(
+            number, micros, audit, params, moved, places, finite, found.G, found.flags, C, tolerance
         )
 
-    def _cancelling(
-        self, G: Mapping[str, Tensor], micros: list[MicroBatch], audit: bool
-    ) -> dict[str, Tensor]:
+    def _recognised(
+        self, found: Received, g: list[Tensor], micros: list[MicroBatch]
+    ) -> Clipping | Unrecognised:
+        """The clipping C with ḡ = C(G), if it is a known one."""
+        fused = getattr(self.optimizer, "grad_scale", None)
+        if fused is None and not found.changed:
+            return Clipping(1.0)
+        scale = None
+        if fused is not None:
+            scale = 1.0 / float(fused)
+        elif self.scaler is not None:
+            scale = 1.0 / self.scaler.get_scale()
+        half = any(
+            m.autocast is not None and m.autocast[1:3] == (True, torch.float16) for m in micros
+        )
+        return self._clipping.recognise(list(found.G.values()), g, scale, self._others(), half)
+
+    def _others(self) -> list[Tensor]:
+        """Gradients that are not scored but may have been clipped together with the others."""
+        own = {id(p) for p in self.params.values()}
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        every = {id(p): p for p in (*self.model.parameters(), *held)}
+        return [p.grad for i, p in every.items() if i not in own and p.grad is not None]
+
+    def _refuse_unseen(self, names: Iterable[str], micros: list[MicroBatch]) -> None:
+        """Raise if a parameter has a gradient but was not captured."""
+        seen = {r for m in micros for node in m.records for r in node.roots}
+        unseen = [k for k in names if k not in seen]
+        if unseen:
+            raise CaptureError(
+                f"parameter {', '.join(unseen[:5])} received a gradient, but no operation of it "
+                "was seen inside run.batch(ids): it is used in a custom autograd function, or "
+                f"outside the with block. Leave it out with watch(..., ignore={unseen[:5]!r})."
+            )
+
+    # 2. Update map
+
+    def _maps(self, step: Step, path: Path) -> list[dict[str, LinearMap]]:
+        """For each estimator, the linear map of each parameter; zero if the parameter's per-example
+        gradients cancel."""
+        cancelled = self._cancelling(step)
+        made: dict[str, dict[str, LinearMap]] = {}
+        with stage("update map"):
+            for e in self.estimators:
+                if e.kind not in made:
+                    maps = path.maps(e.kind, POINTS[e.point][0])
+                    own = {k: maps[i] for k, i in zip(step.G, step.places, strict=True)}
+                    own |= {k: _unless(flag, own[k]) for k, flag in cancelled.items()}
+                    made[e.kind] = own
+        return [made[e.kind] for e in self.estimators]
+
+    def _cancelling(self, step: Step) -> dict[str, Tensor]:
         """By parameter (1-D ones): a flag, True if its per-example gradients cancel in this step.
         Which can cancel depends on the model, so the full scan runs only at audits and when the
         model changes."""
         if not self.rule.adaptive:
             return {}
-        state = tuple(G), tuple(m.training for m in self.validator.modules)
-        if audit or not self.conclusion.verified or state != self._looked_at:
+        G, micros = step.G, step.micros
+        state = list(G), [m.training for m in self.validator.modules]
+        if step.audit or not self.conclusion.verified or state != self._looked_at:
             flags = cancelling(G, micros)
             self._candidates = {k for k, x in flags.items() if bool(x)}
             self._looked_at = state
         return cancelling(G, micros, self._candidates) if self._candidates else {}
 
-    def _maps(
-        self, path: Path, places: list[int], G: Mapping[str, Tensor], still: Mapping[str, Tensor]
-    ) -> list[dict[str, LinearMap]]:
-        """For each estimator, the linear map of each parameter; zero if its flag in ``still`` is
-        True."""
-        made: dict[str, list[LinearMap]] = {}
-        with stage("update map"):
-            for e in self.estimators:
-                if e.kind not in made:
-                    maps = path.maps(e.kind, POINTS[e.point][0])
-                    made[e.kind] = [
-                        _unless(still[k], maps[i]) if k in still else maps[i]
-                        for k, i in zip(G, places, strict=True)
-                    ]
-        return [dict(zip(G, made[e.kind], strict=True)) for e in self.estimators]
+    # 3. and 4. Validation and contraction
 
-    def _by_point(self) -> dict[str, list[int]]:
-        """Indices of the estimators, grouped by the point of their validation gradient."""
-        found: dict[str, list[int]] = {}
+    def _numbers(self, step: Step, B: int) -> dict[str, Tensor]:
+        """What travels to the host at the end: values [E, Q, B], their expected sums [E, Q] and the
+        losses [Q], all still 0; whether the gradient is finite; the uncredited part."""
+        like = step.moved[step.places[0]].g
+        values = like.new_zeros((len(self.estimators), len(self.targets), B), dtype=torch.float64)
+        expected, losses = values.new_zeros(values.shape[:2]), values.new_zeros(values.shape[1])
+        missed = _missed([step.moved[i] for i in step.places], values)
+        found = {"values": values, "expected": expected, "losses": losses}
+        return found | {"finite": step.finite, "missed": missed}
+
+    def _values(
+        self, step: Step, path: Path, maps: list[dict[str, LinearMap]], numbers: dict[str, Tensor]
+    ) -> Clipping:
+        """Fill in the values, one group of targets at a time; returns the per-example clipping."""
+        values, losses = numbers["values"], numbers["losses"]
+        clipping, aligned = self._split_clipping(step)
+        ratios = step.clipping.by_coordinate(step.G)
+        parts = components(list(step.G), step.micros) if len(self.targets) > 1 else []
+        by_point: dict[str, list[int]] = {}
         for e, estimator in enumerate(self.estimators):
-            found.setdefault(estimator.point, []).append(e)
-        return found
+            by_point.setdefault(estimator.point, []).append(e)
+        for group in self.validator.groups(step.params, step.audit):
+            at = self._gradients(group, path, step.params)
+            qs = slice(group[0], group[-1] + 1)
+            losses[qs] = sum(g.loss for g in at.values())
+            if not losses.is_cuda and not bool(losses[qs].isfinite().all()):
+                break
+            with stage("contraction"), no_autocast(losses.device.type):
+                for point, which in by_point.items():
+                    found = group_values(
+                        [at[x] for x in POINTS[point]], [maps[e] for e in which], ratios,
+                        step.G, step.micros, parts, len(group),
+                    )  # fmt: skip
+                    for e, (inner, sums) in zip(which, found, strict=True):
+                        splits = MAPS[self.estimators[e].kind].splits_clipping
+                        C = clipping if splits else step.clipping
+                        values[e, qs] = C.apply(inner, sums, aligned)
+                        numbers["expected"][e, qs] = sums * C.common
+        return clipping
 
     def _gradients(
         self, group: Sequence[int], path: Path, params: Mapping[str, Tensor]
@@ -279,86 +314,45 @@ class Scorer:
                 gradients[x] = self.validator.gradients(group, params, len(points) > 1)
         return gradients
 
-    def _moved(self) -> list[Moved]:
-        """All parameters that this step will move."""
-        scale = getattr(self.optimizer, "grad_scale", None)
-        return [
-            Moved.of(
-                p, p.grad if scale is None else p.grad / scale, self.rule,
-                self.optimizer.state.get(p, {}), group,
-            )
-            for group in self.optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]  # fmt: skip
-
-    def _arrived(
-        self, step: int, found: Received, g: list[Tensor], micros: list[MicroBatch]
-    ) -> Clipping | Score:
-        """The clipping C with ḡ = C(G), or a void score if ḡ is no known function of G."""
-        for reason, flag in found.flags.items():
-            if flag.device.type == "cpu" and bool(flag):
-                return self.conclusion.void(step, reason, _ADVICE[reason])
-        fused = getattr(self.optimizer, "grad_scale", None)
-        if fused is None and not found.changed:
-            return Clipping(1.0)
-        scale = None
-        if fused is not None:
-            scale = 1.0 / float(fused)
-        elif self.scaler is not None:
-            scale = 1.0 / self.scaler.get_scale()
-        half = any(
-            m.autocast is not None and m.autocast[1:3] == (True, torch.float16) for m in micros
-        )
-        C = self._clipping.recognise(list(found.G.values()), g, scale, self._others(), half)
-        if isinstance(C, Unrecognised):
-            return self.conclusion.void(step, C.void, C.advice)
-        return C
-
-    def _others(self) -> list[Tensor]:
-        """Gradients that are not scored but may have been clipped together with the others."""
-        own = {id(p) for p in self.params.values()}
-        held = [p for group in self.optimizer.param_groups for p in group["params"]]
-        every = {id(p): p for p in (*self.model.parameters(), *held)}
-        return [p.grad for i, p in every.items() if i not in own and p.grad is not None]
-
-    def _spread(
-        self, fixed: Clipping, G: Mapping[str, Tensor], micros: list[MicroBatch]
-    ) -> tuple[Clipping, Tensor | None]:
+    def _split_clipping(self, step: Step) -> tuple[Clipping, Tensor | None]:
         """Clipping by norm for single examples, and ⟨G, g_i⟩/‖G‖²."""
-        if fixed.norm is None:
-            return fixed, None
-        clipping = fixed.spread(list(G.values()), sum(m.energy() for m in micros))
+        G, micros = step.G, step.micros
+        if step.clipping.norm is None:
+            return step.clipping, None
+        clipping = step.clipping.spread(list(G.values()), sum(m.energy() for m in micros))
         along, size = contract({k: Direction(g[None]) for k, g in G.items()}, G, micros)
         return clipping, along / size
 
-    def _compare(
-        self, check: Check, step: int, ids: np.ndarray, values: Tensor, micros: list[MicroBatch],
-        G: Mapping[str, Tensor], clipping: Clipping,
-    ) -> None:  # fmt: skip
-        check.step, check.estimator = step, self.estimators[0].name
+    # Checks
+
+    def _refuse_sums(self, step: Step, numbers: Mapping[str, Tensor]) -> None:
+        """Before the first step with values: captured gradients that do not add up are an error."""
+        values, expected = (numbers[k].cpu().numpy() for k in ("values", "expected"))
+        if not np.isfinite(values).all() or not bool(numbers["finite"]):
+            return
+        if self.conclusion.add_up(step.number, step.tolerance, values, expected):
+            return
+        errors = gradient_errors(step.G, per_example(self.params, step.micros))
+        off = [k for k, e in errors.items() if e > step.tolerance]
+        where = f". Parameters concerned: {', '.join(off[:5]) or 'unknown'}."
+        raise CaptureError(self.conclusion.message + where)
+
+    def _check(
+        self, check: Check, step: Step, ids: np.ndarray, values: Tensor, clipping: Clipping
+    ) -> None:
+        """Fill in ``check``: the values of the first estimator beside exact Shapley values."""
+        check.step, check.estimator = step.number, self.estimators[0].name
         with no_autocast(values.device.type):
-            rows = per_example(self.params, micros)
-        check.gradient_error = max(gradient_errors(G, rows).values())
-        half = any(m.autocast is not None and m.autocast[1] for m in micros)
+            rows = per_example(self.params, step.micros)
+        check.gradient_error = max(gradient_errors(step.G, rows).values())
         rows = verified_rows(
-            check, self.model, self.params, micros, rows, G, _tolerance(G.values(), half)
+            check, self.model, self.params, step.micros, rows, step.G, step.tolerance
         )
         compare(
             check, ids, values.mean(0).cpu().numpy(), rows,
             self.params, self.model, self.optimizer,
             lambda: float(np.mean(self.validator.losses())), clipping.function(),
         )  # fmt: skip
-
-    def _refuse_unseen(self, names: list[str], micros: list[MicroBatch]) -> None:
-        seen = {r for m in micros for node in m.records for r in node.roots}
-        unseen = [k for k in names if k not in seen]
-        if unseen:
-            raise CaptureError(
-                f"parameter {', '.join(unseen[:5])} received a gradient, but no operation of it "
-                "was seen inside run.batch(ids): it is used in a custom autograd function, or "
-                f"outside the with block. Leave it out with watch(..., ignore={unseen[:5]!r})."
-            )
 
 
 def _finite(tensors: list[Tensor]) -> Tensor:
@@ -370,28 +364,30 @@ def _finite(tensors: list[Tensor]) -> Tensor:
     return torch.tensor(found, device=tensors[0].device)
 
 
-def _unless(still: Tensor, f: LinearMap) -> LinearMap:
-    """The map ``f``, or the zero map of the same kind if the flag ``still`` is True."""
+def _unless(cancelled: Tensor, f: LinearMap) -> LinearMap:
+    """The map ``f``, or the zero map of the same kind if the flag ``cancelled`` is True."""
     if isinstance(f, Scale):
-        return Scale(f.K.masked_fill(still, 0.0))
-    return lambda v: f(v).masked_fill(still, 0.0)
+        return Scale(f.K.masked_fill(cancelled, 0.0))
+    return lambda v: f(v).masked_fill(cancelled, 0.0)
 
 
-def _is_half(micro: MicroBatch) -> bool:
+def _autocast_on(micro: MicroBatch) -> bool:
     return micro.autocast is not None and micro.autocast[1]
 
 
 def _tolerance(G: Iterable[Tensor], half: bool) -> float:
+    """How far values may be from adding up, relative to their size."""
     dtypes = {g.dtype for g in G}
     if half or dtypes & {torch.float16, torch.bfloat16}:
         return 0.05
     return 1e-3 if torch.float32 in dtypes else 1e-7
 
 
-def _missed(mine: list[Moved], like: Tensor) -> Tensor:
+def _missed(scored: list[ParamStep], like: Tensor) -> Tensor:
     """The largest part of a parameter's update that its secant does not carry."""
-    rules = [m for m in mine if not m.rule.coordinatewise]
-    if not rules:
-        return like.new_zeros(())
-    found = [m.rule.completeness(m.g, m.p.detach(), m.state, m.options) for m in rules]
-    return torch.stack([x.to(like) for x in found]).max()
+    found = [
+        m.rule.completeness(m.g, m.p.detach(), m.state, m.options).to(like)
+        for m in scored
+        if not m.rule.coordinatewise
+    ]
+    return torch.stack(found).max() if found else like.new_zeros(())

@@ -1,4 +1,4 @@
-"""What the optimizer did: the weights after a step against those that its rule predicts.
+"""Taken: did the optimizer take the step that its rule describes?
 
 Values credit the step that the rule describes (optimizers/). A hook that changes gradients after
 they were scored, or a subclass with another update, takes a step that it does not. So before the
@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from inrun.scoring import sample
-from inrun.scoring.direction import Moved, Path
+from inrun.scoring.path import ParamStep, Path
+from inrun.scoring.received import SAMPLED, SampleViews
 from inrun.torch_compat import version_of
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-HALF = 0.1
+HALF_TOLERANCE = 0.1
 
 
 @dataclass
@@ -36,13 +37,13 @@ class Piece:
 
     params: list[Tensor]
     expected: Tensor  # the predicted weights [numbers]
-    owner: Tensor | None  # the parameter of each number; None where there is only one
+    owner: Tensor | None  # the parameter of each number [numbers]; None where there is only one
     allowed: Tensor  # the distance that counts as rounding [parameters]
 
-    def off(self, views: sample.Views | None) -> Tensor:
+    def off(self, views: SampleViews | None) -> Tensor:
         """Whether any parameter is further from its prediction than rounding explains."""
-        flat = self.params[0].detach().flatten() if views is None else views.joined(self.params)
-        away = _norms(flat.to(self.expected.dtype) - self.expected, self.owner, len(self.params))
+        now = self.params[0].detach().flatten() if views is None else views.joined(self.params)
+        away = _norms(now.to(self.expected.dtype) - self.expected, self.owner, len(self.params))
         return (~(away <= self.allowed)).any()  # NaN is off
 
 
@@ -51,7 +52,7 @@ class Prediction:
     """The weights that the optimizer's rule predicts after a step."""
 
     pieces: list[Piece]
-    views: sample.Views | None  # of a sample; None: of all coordinates
+    views: SampleViews | None  # of a sample; None: all coordinates are compared
     gradients: list[tuple[Tensor, Tensor, int]]  # parameter, its gradient and version
 
     @torch.no_grad()
@@ -60,14 +61,32 @@ class Prediction:
         flags = [piece.off(self.views) for piece in self.pieces]
         return torch.stack([f.to(flags[0].device) for f in flags]).any().double()
 
-    def other_gradients(self) -> bool:
-        """Did the optimizer receive other gradients than those that were scored?"""
-        return any(p.grad is not g or version_of(g) != v for p, g, v in self.gradients)
+    def likely_cause(self, borrowed_by: type[Optimizer] | None) -> str:
+        """Why the step may not have been the rule's, and what to do. ``borrowed_by``: the class of
+        the optimizer, if it uses the rule of its base class."""
+        others = [g for p, g, v in self.gradients if p.grad is not g or version_of(g) != v]
+        if others:
+            return (
+                "Gradients were changed after they were scored, inside optimizer.step(): by a step "
+                "pre-hook that was registered after inrun.watch, or by the step itself. Register "
+                "the hook before inrun.watch"
+            )
+        if borrowed_by is not None:
+            name = f"{borrowed_by.__module__}.{borrowed_by.__qualname__}"
+            return (
+                f"{name} uses the rule of its base class, but its update is another: give it one "
+                "with @inrun.register_optimizer (docs/optimizers.md)"
+            )
+        return (
+            "Likely causes: a hook or a wrapper of the optimizer that changes weights, options or "
+            "the update during step()"
+        )
 
 
 @torch.no_grad()
-def predict(moved: Sequence[Moved], path: Path, views: sample.Views | None) -> Prediction:
-    """Before the step, on all coordinates or on a sample of each parameter."""
+def predict(moved: Sequence[ParamStep], path: Path, views: SampleViews | None) -> Prediction:
+    """Before the step: the weights after it, on a sample of each parameter or (``views`` is None)
+    on all coordinates."""
     if views is None:
         ends = zip(moved, path.point(0.0), path.point(1.0), strict=True)
         pieces = [
@@ -77,17 +96,24 @@ def predict(moved: Sequence[Moved], path: Path, views: sample.Views | None) -> P
         ]
     else:
         views.shrink(64 + 8 * len(moved))
-        pieces = [_sampled(group, views) for group in _groups(moved)]
+        groups: dict[Any, list[ParamStep]] = {}  # whose samples are computed together
+        for m in moved:
+            if m.p.numel():
+                kind = m.kind or (m.p.dtype, m.g.dtype, m.p.device)
+                groups.setdefault(kind, []).append(m)
+        pieces = [_sampled(members, views) for members in groups.values()]
     grads = [(m.p, g, version_of(g)) for m in moved if (g := m.p.grad) is not None]
     return Prediction(pieces, views, grads)
 
 
 def _piece(
-    members: list[Moved], w: Tensor, without: Tensor, expected: Tensor, owner: Tensor | None
+    members: list[ParamStep], w: Tensor, without: Tensor, expected: Tensor, owner: Tensor | None
 ) -> Piece:
+    """The prediction for some parameters from their weights before the step, and after it without
+    and with the batch."""
     own, n = members[0], len(members)
     half = own.p.dtype not in TOLERANCE or own.rule.twin is not None
-    tolerance = HALF if half else TOLERANCE[own.p.dtype]
+    tolerance = HALF_TOLERANCE if half else TOLERANCE[own.p.dtype]
     w, without = w.to(expected.dtype), without.to(expected.dtype)
     moves = _norms(expected - w, owner, n) + _norms(without - w, owner, n)
     rounding = 2 * torch.finfo(own.p.dtype).eps * _norms(w, owner, n)
@@ -104,57 +130,39 @@ def _norms(x: Tensor, owner: Tensor | None, n: int) -> Tensor:
     return squares.index_add_(0, owner, x.double().square()).sqrt()
 
 
-def _sampled(members: list[Moved], views: sample.Views) -> Piece:
-    """A sample of the weights of parameters of one kind."""
-    first, counts, once = members[0], sample.counts(m.p for m in members), sample.Views()
-    w = views.joined(m.p for m in members)
-    if first.rule.elementwise:
-        state = {k: _state([m.state[k] for m in members], counts, views) for k in first.state}
-        g = once.joined(m.g for m in members)
-        whole = Moved(w, g, first.rule, state, first.options)
-        without, expected = whole.at(0.0), whole.at(1.0)
+def _sampled(members: list[ParamStep], views: SampleViews) -> Piece:
+    """The prediction for a sample of the weights of parameters of one kind."""
+    first, once = members[0], SampleViews()
+    w = views.joined([m.p for m in members])
+    owner = _owner(tuple([min(SAMPLED, m.p.numel()) for m in members]), w.device)
+    if first.kind is not None:
+        state = {
+            k: _sampled_state(x, [m.state[k] for m in members], first.p, owner, views)
+            for k, x in first.state.items()
+        }
+        g = once.joined([m.g for m in members])
+        joined = ParamStep(w, g, first.rule, state, first.options)
+        without, expected = joined.weights_at(0.0), joined.weights_at(1.0)
     else:  # the update needs whole parameters
-        without, expected = (once.joined([m.at(x) for m in members]) for x in (0.0, 1.0))
-    return _piece(members, w, without, expected, _owner(counts, w.device))
+        without, expected = (once.joined([m.weights_at(x) for m in members]) for x in (0.0, 1.0))
+    return _piece(members, w, without, expected, owner)
 
 
-def _state(values: list[Any], counts: tuple[int, ...], views: sample.Views) -> Any:
-    """One state entry of all parameters, sampled. A scalar on a GPU may differ between parameters,
-    so it is repeated for each coordinate."""
-    first = values[0]
+def _sampled_state(
+    first: Any, values: list[Any], p: Tensor, owner: Tensor, views: SampleViews
+) -> Any:
+    """One state entry of all parameters, sampled. A number on a device may differ between
+    parameters, so it is repeated for each coordinate."""
     if not isinstance(first, Tensor):
         return first
-    if first.dim():  # of each coordinate
+    if first.shape == p.shape:  # a number for each coordinate
         return views.joined(values)
     if first.device.type == "cpu":
         return first
-    return torch.stack([x.reshape(()) for x in values])[_owner(counts, first.device)]
+    return torch.stack([x.reshape(()) for x in values])[owner]
 
 
 @lru_cache(maxsize=64)
 def _owner(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """The parameter of each number, if parameter i has counts[i] of them."""
     return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(device)
-
-
-def _groups(moved: Sequence[Moved]) -> list[list[Moved]]:
-    """Parameters grouped so that the samples of a group can be computed together."""
-    found: dict[Any, list[Moved]] = {}
-    for m in moved:
-        if m.p.numel():
-            found.setdefault(_kind(m), []).append(m)
-    return list(found.values())
-
-
-def _kind(m: Moved) -> tuple[Any, ...]:
-    kind: list[Any] = [m.p.dtype, m.g.dtype, m.p.device, id(m.rule)]
-    if not m.rule.elementwise:
-        return tuple(kind)
-    kind.append(id(m.options))
-    for k, x in m.state.items():
-        if not isinstance(x, Tensor):
-            kind.append((k, x if isinstance(x, (bool, int, float)) else None))
-        elif x.dim():  # of each coordinate
-            kind.append((k, x.dtype))
-        else:
-            kind.append((k, x.dtype, x.item() if x.is_cpu else x.device))
-    return tuple(kind)

@@ -34,7 +34,8 @@ class Gradients:
     """Of a group of targets: a loss (or their mean), and gradients by parameter and targets."""
 
     loss: Tensor
-    of: Callable[[str, slice], Tensor]  # [targets, *W], perhaps a view of memory used again
+    # by parameter [targets, *W], perhaps views of memory used again
+    of: Callable[[Sequence[str], slice], dict[str, Tensor]]
     scale: Tensor | None = None  # [targets]: what they are yet to be multiplied by
 
 
@@ -69,7 +70,7 @@ class Sweep:
         at = {k: p.detach() for k, p in params.items()}  # the weights of the point
         return Gradients(
             value.detach(),
-            lambda k, qs: _gradient(micro, sizes, k, qs, at),
+            lambda names, qs: {k: _gradient(micro, sizes, k, qs, at) for k in names},
             scale.to(value.device, non_blocking=True),
         )
 

@@ -1,4 +1,4 @@
-"""Names for the stages of a step, so that a benchmark can say where the time goes."""
+"""Where the time of a watched step goes: a stopwatch for the stages of scoring/scorer.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from inrun.scoring import scorer
 
 
 class Stopwatch:
@@ -38,25 +40,12 @@ class Stopwatch:
         return spans or {k: 1e3 * s for k, s in self._seconds.items()}
 
 
-_stopwatch: Stopwatch | None = None
-
-
-@contextmanager
-def stage(name: str) -> Iterator[None]:
-    """Context of a stage: timed inside ``measured()``, otherwise free."""
-    if _stopwatch is None:
-        yield
-        return
-    with _stopwatch.span(name):
-        yield
-
-
 @contextmanager
 def measured() -> Iterator[Stopwatch]:
     """Time the stages of all steps inside."""
-    global _stopwatch
-    before, _stopwatch = _stopwatch, Stopwatch()
+    before, watch = scorer.stage, Stopwatch()
+    scorer.stage = watch.span
     try:
-        yield _stopwatch
+        yield watch
     finally:
-        _stopwatch = before
+        scorer.stage = before

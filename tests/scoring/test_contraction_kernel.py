@@ -1,38 +1,14 @@
-"""The whole-model kernels against the plain formulas, interpreted where there is no GPU.
-
-The interpreter must be chosen before Triton is imported, so the comparisons run in a process of
-their own (this file as a script) and their errors are asserted here.
-"""
+"""The contraction kernels against the plain formulas, interpreted where there is no GPU."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from helpers.triton_script import DEVICE, SHAPES, errors_of, prepare
+
 pytest.importorskip("triton", reason="needs Triton")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CHUNK = 1024  # numbers per program: fewer than usual, the interpreter is slow
-# odd sizes and multiples of 16, which are read in another way; some over a chunk
-SHAPES = [(3,), (CHUNK + 1,), (32, 48), (17, 31), (1,), (16,), (10, 13), (8,), (CHUNK,)]
-GROUPS = [
-    {"lr": 1e-2, "weight_decay": 0.1},
-    {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-4},
-    {"lr": torch.tensor(1e-3, dtype=torch.float64), "weight_decay": 0.0},
-]
-SHIFTS = {
-    f"{name}-{kind}-{x}": (dtypes, kind, x)
-    for name, dtypes in {
-        "single": (torch.float32, torch.float32),
-        "half-gradients": (torch.float32, torch.bfloat16),
-        "half": (torch.bfloat16, torch.bfloat16),
-    }.items()
-    for kind, x in (("secant", 0.5), ("tangent", None), (None, 0.2113), ("secant", None), (None, 1))
-}
 CONTRACTS = {
     "-".join(map(str, case)): case
     for case in [
@@ -58,55 +34,6 @@ PLAIN = {
 }
 
 
-def shifted(dtypes, kind, x):
-    """The largest relative errors of weights and factors."""
-    from inrun import kernels
-    from inrun.optimizers import rule_for
-    from inrun.scoring.direction import Moved
-
-    torch.manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(s).to(dtypes[0])) for s in SHAPES]
-    groups = [{"params": params[i::3], **g} for i, g in enumerate(GROUPS)]
-    optimizer = torch.optim.AdamW(groups, foreach=False)
-    for _ in range(3):
-        for p in params:
-            p.grad = torch.randn_like(p)
-        optimizer.step()
-    rule, moved, exact = rule_for(optimizer), [], []
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            state = optimizer.state[p]
-            state["exp_avg_sq"].view(-1)[0] = 0.0  # never touched before
-            state["exp_avg"].view(-1)[0] = 0.0
-            g = torch.randn(p.shape).to(dtypes[1])
-            g.view(-1)[0] = 0.0
-            moved.append((p, g, state, group))
-            wide = {k: v.double() if k != "step" else v for k, v in state.items()}
-            exact.append(Moved.of(p.detach().double(), g.double(), rule, wide, group))
-    known = {id(g): i for i, g in enumerate(optimizer.param_groups)}
-    step = kernels.AdamStep(
-        [p.detach() for p, *_ in moved], [g for _, g, *_ in moved],
-        [s["exp_avg"] for *_, s, _ in moved], [s["exp_avg_sq"] for *_, s, _ in moved],
-        [s["step"] for *_, s, _ in moved], [rule.fused(g) for g in optimizer.param_groups],
-        tuple(known[id(g)] for *_, g in moved),
-    )  # fmt: skip
-    before = [t.clone() for t in (*step.p, *step.g, *step.m, *step.v)]
-    weights, factors = kernels.shift(step, x, kind)
-    same = all(
-        torch.equal(a, b) for a, b in zip(before, (*step.p, *step.g, *step.m, *step.v), strict=True)
-    )
-    errors = {"untouched": 0.0 if same else 1.0, "weights": 0.0, "factors": 0.0}
-    if (weights is None) != (x is None) or (factors is None) != (kind is None):
-        errors["untouched"] = 2.0
-    for i, e in enumerate(exact):
-        if weights is not None:
-            errors["weights"] = max(errors["weights"], _error(weights[i], e.at(x)))
-        if factors is not None:
-            own = e.map(kind)(torch.ones_like(e.g))
-            errors["factors"] = max(errors["factors"], _error(factors[i], own))
-    return errors
-
-
 def apart(x, room):
     """With room after each row, as where it was cut out of something."""
     n = -(-x[0].numel() // 8) * 8 + room
@@ -116,7 +43,7 @@ def apart(x, room):
 
 
 def contracted(B, Q, dtype, layout, with_K=1, with_G=1):
-    from inrun import kernels
+    from inrun.scoring import contraction_kernel
 
     torch.manual_seed(0)
     rows = [torch.randn(B, *s).to(getattr(torch, dtype)) for s in SHAPES]
@@ -126,7 +53,7 @@ def contracted(B, Q, dtype, layout, with_K=1, with_G=1):
         room = 16 if layout == "gaps" else 8
         rows, v = [apart(r, room) for r in rows], [apart(x, room) for x in v]
     G = [r.float().sum(0) for r in rows] if with_G else None
-    found = kernels.contract(rows, K, v, G)
+    found = contraction_kernel.contract(rows, K, v, G)
     expected = torch.zeros(Q, B + 1, dtype=torch.float64)
     size = torch.zeros(Q, B + 1, dtype=torch.float64)
     for i, r in enumerate(rows):
@@ -150,6 +77,7 @@ def whole_contraction():
     from inrun.capture.micro_batch import MicroBatch
     from inrun.gradients import Dense
     from inrun.gradients.nodes import Node
+    from inrun.scoring import contraction_kernel
     from inrun.scoring.contraction import Direction, contract
 
     torch.manual_seed(0)
@@ -168,26 +96,16 @@ def whole_contraction():
     found = []
     for kernel in (True, False):
         kernels.usable = lambda tensors, yes=kernel: yes
-        kernels.usable_rows = lambda grads, yes=kernel: yes
+        contraction_kernel.usable_rows = lambda grads, yes=kernel: [yes] * len(grads)
         found.append(torch.cat([x.flatten() for x in contract(u, G, [micro])]))
     return {"values": float((found[0] - found[1]).abs().max() / found[1].abs().max())}
-
-
-def _error(got, expected):
-    got = got.double()
-    scale = expected.abs().max()
-    each = (got - expected).abs() / (expected.abs() + 1e-3 * scale + 1e-30)
-    return float(each.nan_to_num(nan=1e9).max())
 
 
 def main():
     from inrun import kernels
 
-    kernels._CHUNK = CHUNK
-    torch.set_default_device(DEVICE)
+    prepare()
     found = {}
-    for name, case in SHIFTS.items():
-        found[f"shift {name}"] = shifted(*case)
     for name, case in CONTRACTS.items():
         found[f"contract {name}"] = contracted(*case)
     for name, (B, Q, K, G) in PLAIN.items():
@@ -203,23 +121,7 @@ def main():
 
 @pytest.fixture(scope="module")
 def errors():
-    env = os.environ | ({"TRITON_INTERPRET": "1"} if DEVICE == "cpu" else {})
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__))], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize("name", SHIFTS)
-def test_shift(errors, name):
-    found = errors[f"shift {name}"]
-    assert found["untouched"] == 0.0
-    # bfloat16 weights are rounded when they are written, and so is Adam's state
-    assert found["weights"] < (
-        1e-2 if name.startswith("half-") and "gradients" not in name else 1e-5
-    )
-    assert found["factors"] < 1e-4
+    return errors_of(__file__)
 
 
 @pytest.mark.parametrize("name", CONTRACTS)

@@ -7,8 +7,8 @@ import torch
 from torch import optim
 
 from inrun.optimizers import rule_for
-from inrun.scoring import direction
-from inrun.scoring.direction import Moved, Path
+from inrun.scoring import path as path_module
+from inrun.scoring.path import ParamStep, Path
 
 SHAPES = [(4, 4), (8,), (5,), (), (2, 3, 4), (7,), (16,), (40, 30), (1,)]
 OPTIMIZERS = {
@@ -29,7 +29,7 @@ OPTIMIZERS = {
 }
 
 
-def moved(cls: type[optim.Optimizer], options: dict[str, object], steps: int) -> list[Moved]:
+def moved(cls: type[optim.Optimizer], options: dict[str, object], steps: int) -> list[ParamStep]:
     """Two groups, one parameter that missed a step, so that its count differs, and one new."""
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(s, dtype=torch.float64)) for s in SHAPES]
@@ -44,7 +44,7 @@ def moved(cls: type[optim.Optimizer], options: dict[str, object], steps: int) ->
             optimizer.step()
     rule = rule_for(optimizer)
     return [
-        Moved.of(p, p.grad, rule, optimizer.state.get(p, {}), group)
+        ParamStep.of(p, p.grad, rule, optimizer.state.get(p, {}), group)
         for group in optimizer.param_groups
         for p in group["params"]
         if p.grad is not None
@@ -55,11 +55,11 @@ def moved(cls: type[optim.Optimizer], options: dict[str, object], steps: int) ->
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @torch.no_grad()
-def test_rows_change_nothing(name, steps, kind, monkeypatch):
+def test_packs_change_nothing(name, steps, kind, monkeypatch):
     every = moved(*OPTIMIZERS[name], steps)
     found = []
     for piece in (2**18, 1):
-        monkeypatch.setitem(direction._PIECE, "cpu", piece)
+        monkeypatch.setitem(path_module.PACK_SIZE, "cpu", piece)
         path = Path(every)
         maps = path.maps(kind, None if kind != "secant" else 0.5)
         with path.weights(0.5):
@@ -67,32 +67,32 @@ def test_rows_change_nothing(name, steps, kind, monkeypatch):
         vectors = [torch.ones_like(m.p) * 0.7 for m in every]
         found.append(([f(v) for f, v in zip(maps, vectors, strict=True)], weights, path))
     (u, w, joined), (u1, w1, single) = found
-    assert len(single._rows) == len(every)
+    assert len(single.packs) == len(every)
     if name != "adafactor":  # which looks at whole parameters
-        assert len(joined._rows) < len(every)
+        assert len(joined.packs) < len(every)
     for a, b in (*zip(u, u1, strict=True), *zip(w, w1, strict=True)):
         assert a.shape == b.shape
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
 
 
-def test_rows_end_at_their_limit(monkeypatch):
+def test_packs_end_at_their_limit(monkeypatch):
     every = moved(optim.AdamW, {}, 2)
-    monkeypatch.setitem(direction._PIECE, "cpu", 40)
-    rows = Path(every)._rows
-    assert all(every[i] is m for r in rows for i, m in zip(r.places, r.members, strict=True))
-    assert sorted(i for r in rows for i in r.places) == list(range(len(every)))
-    assert all(len(r.members) == 1 or r.whole().p.numel() <= 40 for r in rows)
-    assert all(len(r.members) == 1 for r in rows if r.members[0].p.numel() >= 20)  # large: alone
-    assert any(len(r.members) > 1 for r in rows)
-    for row in rows:  # aligned: an odd one is the last of its row
-        assert all(m.p.numel() % 8 == 0 for m in row.members[:-1])
+    monkeypatch.setitem(path_module.PACK_SIZE, "cpu", 40)
+    packs = Path(every).packs
+    assert all(every[i] is m for r in packs for i, m in zip(r.places, r.members, strict=True))
+    assert sorted(i for r in packs for i in r.places) == list(range(len(every)))
+    assert all(len(r.members) == 1 or r.joined().p.numel() <= 40 for r in packs)
+    assert all(len(r.members) == 1 for r in packs if r.members[0].p.numel() >= 20)  # large: alone
+    assert any(len(r.members) > 1 for r in packs)
+    for pack in packs:  # aligned: an odd one is the last of its pack
+        assert all(m.p.numel() % 8 == 0 for m in pack.members[:-1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("zeros", ["none", "some", "empty"])
 @torch.no_grad()
 def test_weights_and_secant_in_one_pass(zeros, dtype):
-    """``shift`` beside the formulas that it rearranges; untouched coordinates carry nothing."""
+    """``one_pass`` beside the formulas that it rearranges; untouched coordinates carry nothing."""
     torch.manual_seed(0)
     n = 0 if zeros == "empty" else 60
     p = torch.nn.Parameter(torch.randn(n, dtype=dtype))
@@ -104,11 +104,13 @@ def test_weights_and_secant_in_one_pass(zeros, dtype):
     rule, group, state = rule_for(optimizer), optimizer.param_groups[0], optimizer.state[p]
     given = [p.grad, p.data, state["exp_avg"], state["exp_avg_sq"]]
     before = [x.clone() for x in given]
-    w, K = rule.shift(p.grad, p.data, state, group, 0.3)
+    K, w = rule.one_pass["secant"](p.grad, p.data, state, group, 0.3)
     assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
     close = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {}
     torch.testing.assert_close(K, rule.factor(p.grad, p.data, state, group), **close)
-    torch.testing.assert_close(w, Moved.of(p, p.grad, rule, state, group).at(0.3), **close)
+    torch.testing.assert_close(
+        w, ParamStep.of(p, p.grad, rule, state, group).weights_at(0.3), **close
+    )
     assert bool((K[untouched] == 0).all())
 
 
@@ -119,7 +121,7 @@ def test_nothing_is_read_back_from_the_device(kind):
     option = optim.AdamW([torch.nn.Parameter(torch.zeros(8))], fused=True)
     group = option.param_groups[0]
     there = [
-        Moved.of(
+        ParamStep.of(
             torch.nn.Parameter(torch.zeros(8, 8, device="meta")),
             torch.zeros(8, 8, device="meta"),
             rule_for(option),
@@ -135,4 +137,4 @@ def test_nothing_is_read_back_from_the_device(kind):
     path = Path(there)
     maps = path.maps(kind, 0.5 if kind == "secant" else None)
     with path.weights(0.5):
-        assert len(maps) == len(path._rows) == 3
+        assert len(maps) == len(path.packs) == 3

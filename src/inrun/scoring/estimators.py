@@ -1,0 +1,70 @@
+"""The estimators: which linear map carries ∇ℓ back through the optimizer, and where ∇ℓ is taken.
+
+An estimator is a map of ``MAPS`` and a point of ``POINTS``. To add one, add an entry here: no other
+file has to know its name. (A rule may have faster ways for maps that it names: see ``Rule``.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from inrun.optimizers.base import LinearMap, Rule
+from inrun.optimizers.common import Options, Scalar, State, learning_rate, sign
+
+# Where on the path w_∅ → w_B (0 → 1) the gradient is taken; None is w_t, before the step.
+POINTS: dict[str, tuple[float | None, ...]] = {
+    "current": (None,),
+    "midpoint": (0.5,),
+    "gauss2": (0.5 - math.sqrt(3) / 6, 0.5 + math.sqrt(3) / 6),
+}
+
+
+@dataclass(frozen=True)
+class Map:
+    """How a validation gradient v becomes a direction u for the batch gradient, per parameter.
+
+    Args:
+        default_point: a name of ``POINTS``.
+        of_rule: the map that the optimizer's rule gives, a method of ``Rule``. For an elementwise
+            rule it must be diagonal.
+        factor: instead of ``of_rule``: u = factor·v with one number for the whole parameter, which
+            depends on the options of its parameter group alone.
+        splits_clipping: clipping by norm treats the part of g_i along G and the part across it
+            differently (clipping.py). False: both are multiplied by the same factor.
+    """
+
+    default_point: str
+    of_rule: Callable[[Rule, Tensor, Tensor, State, Options], LinearMap] | None = None
+    factor: Callable[[Options], Scalar] | None = None
+    splits_clipping: bool = False
+
+
+MAPS = {
+    "secant": Map("midpoint", of_rule=Rule.secant, splits_clipping=True),
+    "tangent": Map("current", of_rule=Rule.tangent),
+    "sgd": Map("current", factor=lambda o: learning_rate(o) * sign(o)),
+}
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """One estimator of a run: ``kind`` is a name of ``MAPS``, ``point`` one of ``POINTS``."""
+
+    name: str
+    kind: str
+    point: str
+
+    @staticmethod
+    def parse(text: str, point: str | None) -> Estimator:
+        """``"secant"``, or with a point of its own: ``"secant+gauss2"``."""
+        kind, _, own = text.partition("+")
+        if kind not in MAPS:
+            raise ValueError(f"estimator {text!r} is not known: use {', '.join(MAPS)}")
+        point = own or point or MAPS[kind].default_point
+        if point not in POINTS:
+            raise ValueError(f"point {point!r} is not known: use {', '.join(POINTS)}")
+        return Estimator(text, kind, point)
