@@ -18,7 +18,7 @@ import typer
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
 from rich.segment import Segment
 
-from inrun.ledger.records import LedgerError
+from inrun.ledger import LedgerError
 
 P = ParamSpec("P")
 

@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from inrun.console import safe
-from inrun.ledger.records import LedgerError
+from inrun.ledger import LedgerError
 
 SUFFIXES = (".parquet", ".csv", ".json", ".txt")
 # A cell that begins so is a formula to a spreadsheet. It gets an apostrophe, the mark of text, and

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import inrun
 from inrun.demo import stage
-from inrun.ledger.records import LedgerError
+from inrun.ledger import LedgerError
 from inrun.report import metrics
 
 EPOCHS = 20

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from inrun.console import safe
-from inrun.ledger.records import LedgerError
+from inrun.ledger import LedgerError
 from inrun.ledger.saved import open_run
 from inrun.output import LEDGER_FILES, LEDGER_FOLDERS
 from inrun.report import write_report

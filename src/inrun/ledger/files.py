@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from inrun.ledger.records import LedgerError
+from inrun.ledger import LedgerError
 
 GROUP_ROWS = 1 << 18  # rows of a Parquet row group: enough to scan fast, small enough to stream
 GROUP_CELLS = 1 << 23  # numbers of a row group: with many targets a group has fewer rows

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from inrun.ledger import files
+from inrun.ledger import LedgerError, files
 from inrun.ledger.manifest import KINDS, part_files
-from inrun.ledger.records import LedgerError, check_targets
+from inrun.ledger.tables import check_targets
 
 FORMAT, VERSION = "inrun-ledger", 2
 READABLE = (1, 2)  # 1: without checksums

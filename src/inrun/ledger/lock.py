@@ -11,8 +11,7 @@ from weakref import WeakSet
 
 from filelock import FileLock, Timeout
 
-from inrun.ledger import files
-from inrun.ledger.records import LedgerError
+from inrun.ledger import LedgerError, files
 
 WAIT_FOR_DEAD = 15.0  # seconds that loader workers may outlive a killed writer and hold its lock
 

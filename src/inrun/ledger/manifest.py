@@ -19,8 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from inrun.ledger import files
-from inrun.ledger.records import LedgerError
+from inrun.ledger import LedgerError, files
 
 NAME = "manifest.json"
 KINDS = ("values", "steps")

@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from inrun.ledger import LedgerError
+from inrun.ledger.entries import StepEntry
 from inrun.ledger.parts import Row
-from inrun.ledger.records import LedgerError, StepRecord
 
 LIMIT = 1 << 30  # bytes of records that wait in memory
 LONGEST = 300.0  # seconds between two attempts
@@ -89,7 +90,7 @@ class Outage:
         warnings.warn(text, stacklevel=2)
 
 
-def void_row(record: StepRecord) -> Row:
+def void_row(record: StepEntry) -> Row:
     """A step of which only the fact is kept that it took place."""
     ids = np.empty(0, np.int64)
     given_up = replace(record, ids=ids, values=None, void=LOST, audit=None)

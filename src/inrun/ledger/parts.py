@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from inrun.ledger import files
+from inrun.ledger import LedgerError, files
+from inrun.ledger.entries import Audit, StepEntry, step_row
 from inrun.ledger.manifest import KINDS, Part
-from inrun.ledger.records import Audit, LedgerError, StepRecord, step_row
 
 LOSSES = ("loss_before", "loss_without_batch", "loss_with_batch")
 RUN = "inrun.run"  # in the footers of both files: the run they belong to
@@ -29,7 +29,7 @@ VALUES, STEPS = "inrun.values.sha256", "inrun.steps.sha256"  # in that of steps,
 class Row:
     """A record waiting for the next flush, copied and checked."""
 
-    record: StepRecord
+    record: StepEntry
     ids: pa.Array
     values: np.ndarray | None  # [E·Q, B] float64
 
@@ -135,7 +135,7 @@ def content_hash(steps: pa.Table) -> str:
     return digest.hexdigest()
 
 
-def as_row(record: StepRecord, ids: pa.Array, columns: Columns) -> Row:
+def as_row(record: StepEntry, ids: pa.Array, columns: Columns) -> Row:
     """A copy of a record, the only one that waits in memory; a wrong shape is refused."""
     if record.values is None:
         return Row(record, ids, None)

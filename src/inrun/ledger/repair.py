@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from inrun.ledger import files
+from inrun.ledger import LedgerError, files
 from inrun.ledger.folder import VERSION, intact, read_info, write_info
 from inrun.ledger.lock import WriterLock
 from inrun.ledger.manifest import (
@@ -36,7 +36,6 @@ from inrun.ledger.manifest import (
     read_manifest,
 )
 from inrun.ledger.parts import RUN, STEPS, VALUES, Columns, content_hash, open_part
-from inrun.ledger.records import LedgerError
 
 ASIDE = "damaged"
 NOTES = ((0, RUN), (1, RUN), (1, VALUES), (1, STEPS))  # file and key

@@ -32,14 +32,15 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from inrun.ledger import files
+from inrun.ledger import LedgerError, files
 from inrun.ledger.committed import Committed, before, tell_lost
+from inrun.ledger.entries import StepEntry
 from inrun.ledger.folder import FORMAT, VERSION, begin, check, no_strangers, read_info, write_info
 from inrun.ledger.lock import WriterLock
 from inrun.ledger.manifest import KINDS, Part, part_name, read_manifest
 from inrun.ledger.outage import Outage, void_row
 from inrun.ledger.parts import Row, as_ids, as_row, steps_table, values_table
-from inrun.ledger.records import LedgerError, StepRecord, check_targets
+from inrun.ledger.tables import check_targets
 
 FIXED = ("format", "version", "config", "targets", "estimators", "run")  # of run.json
 SMALL_PARTS = 64  # more small parts than this at the end of the ledger are merged
@@ -186,7 +187,7 @@ class Store(Committed):
         """The last step on record, -1 if there is none."""
         return self._buffer[-1].record.step if self._buffer else self._committed
 
-    def append(self, record: StepRecord) -> None:
+    def append(self, record: StepEntry) -> None:
         """Record one step. It reaches the disk with the first step after ``flush_seconds``.
 
         If the disk refuses, this warns and keeps the record; ``flush``, ``state_dict`` and
@@ -204,7 +205,7 @@ class Store(Committed):
             if self._due():
                 self._attempt()
 
-    def _checked(self, record: StepRecord) -> Row:
+    def _checked(self, record: StepEntry) -> Row:
         self._writable()
         if record.step <= self.last_step:
             raise LedgerError(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
-from inrun.ledger.records import StepRecord, step_row
+from inrun.ledger.entries import StepEntry, step_row
 
 if TYPE_CHECKING:
     from inrun.run.run import Run
@@ -44,7 +44,7 @@ class Tally:
         """Sum of values / batch share over the audited steps; NaN before the first audit."""
         return self.credited / self.batch if self.batch else float("nan")
 
-    def add(self, record: StepRecord) -> None:
+    def add(self, record: StepEntry) -> None:
         if record.step <= self.last:  # the run went back to a checkpoint
             self.reset()
         row = step_row(record, 0)

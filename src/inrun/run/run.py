@@ -25,7 +25,8 @@ from inrun.capture.tap import MicroBatch
 from inrun.errors import BatchError
 from inrun.exact.check import PERMUTATIONS, Check
 from inrun.exact.repeat import Recording
-from inrun.ledger.records import Ledger, LedgerError, MemoryLedger, StepRecord, Tables
+from inrun.ledger import LedgerError
+from inrun.ledger.entries import Ledger, RunTables, StepEntry
 from inrun.run.bookkeeping import (
     Config,
     EmptyBatches,
@@ -48,7 +49,7 @@ from inrun.validation.validator import Validator
 _WATCHED: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
 
 
-class Run(Summary, Tables):
+class Run(Summary, RunTables):
     """A watched training run. Made by :func:`inrun.watch`."""
 
     def __init__(
@@ -73,8 +74,7 @@ class Run(Summary, Tables):
         self.step = 0  # optimizer steps so far
         self.unwatched = 0  # of these, steps without a batch
         self._next_audit = 0  # the first scored step from here on is audited
-        self._validator, self._book = validator, ledger
-        self._store: Any = None if isinstance(ledger, MemoryLedger) else ledger
+        self._validator, self._ledger = validator, ledger
         self._overwrite, self._loaded, self._described = overwrite, False, False
         self._scorer = Scorer(
             model, optimizer, self.params, self.estimators, validator, max_norm, scaler
@@ -86,9 +86,9 @@ class Run(Summary, Tables):
             offload=offload, check_memory=self._account, on_first_gradient=self._first_gradient,
         )  # fmt: skip
         self._pending: list[tuple[np.ndarray, MicroBatch | None]] = []
-        self._unsettled: deque[tuple[StepRecord, Pending]] = deque()
+        self._unsettled: deque[tuple[StepEntry, Pending]] = deque()
         self._recording = threading.RLock()  # tables may be asked for in another thread
-        self._taking: tuple[StepRecord, Score | Begun] | None = None  # inside optimizer.step()
+        self._taking: tuple[StepEntry, Score | Begun] | None = None  # inside optimizer.step()
         self._empty, self._unscored = EmptyBatches(), Unscored()
         self._capture.on_empty, self._capture.held = self._empty.ended, held_by(optimizer)
         self._id_type: type | None = None
@@ -149,7 +149,7 @@ class Run(Summary, Tables):
         self._scorer.accumulated.note(self.params, audit=self._audited())
         outsiders = list(self._capture.outsiders.values())
         if self._unscored.look(self._left_out, outsiders, self.optimizer) and self._described:
-            self._store.update_info(**describe(self.model, self.optimizer, self.coverage()))
+            self._ledger.update_info(**describe(self.model, self.optimizer, self.coverage()))
 
     def _recorded(self) -> AbstractContextManager[None]:
         """Record the inputs of the batch if ``check()`` was called, else do nothing."""
@@ -188,7 +188,7 @@ class Run(Summary, Tables):
             self._validator.close()
             self._scorer.close()
         try:
-            self._ledger.close()
+            self._settled().close()
         finally:
             self.tally.close()
 
@@ -208,13 +208,14 @@ class Run(Summary, Tables):
 
         Raises LedgerError if records could not be written; training itself goes on without.
         """
-        self._ledger.flush()
+        ledger = self._settled()
+        ledger.flush()
         return {
             "step": self.step,
             "unwatched": self.unwatched,
             "next_audit": self._next_audit,
             "validation": self._validator.state_dict(),
-            "ledger": self._ledger.state_dict(),
+            "ledger": ledger.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -225,7 +226,7 @@ class Run(Summary, Tables):
                 f"this is not what run.state_dict() returned: it has no {missing[0]!r}. Keep that "
                 "under a key of its own in the checkpoint and pass it here as it was"
             )
-        self._ledger.load_state_dict(state["ledger"])  # refuses what is another run's
+        self._settled().load_state_dict(state["ledger"])  # refuses what is another run's
         self._ledger.truncate(state["step"])
         self._forget()
         self._taking = None
@@ -302,7 +303,7 @@ class Run(Summary, Tables):
             score = self._scorer.begin(self.step, micros, ids, self._audited(), check)
             self._capture.settle_claims(micros, self._validator.look)
         self._begin()
-        record = StepRecord(self.step, ids, None, lr, float(self.config.every))
+        record = StepEntry(self.step, ids, None, lr, float(self.config.every))
         self._taking = record, score
 
     def _give_up_step(self) -> None:
@@ -324,33 +325,33 @@ class Run(Summary, Tables):
                 record, pending = self._unsettled.popleft()
                 self._append(record, pending.settle())
 
-    def _append(self, record: StepRecord, score: Score) -> None:
+    def _append(self, record: StepEntry, score: Score) -> None:
         self._scorer.settled(score)
         done = replace(
             record, values=score.values, void=score.void, audit=score.audit, missed=score.missed
         )
-        self._book.append(done)
+        self._ledger.append(done)
         self.tally.add(done)
 
-    @property
-    def _ledger(self) -> Ledger:  # type: ignore[override]
-        """The ledger, after the steps whose values were still on the device are in it."""
+    def _settled(self) -> Ledger:
+        """Returns the ledger, after the steps whose values were still on the device are in it."""
         self._settle()
-        return self._book
+        return self._ledger
 
     def _begin(self) -> None:
         """Before the first record, continue the folder, overwrite it or raise LedgerError."""
-        if self._described or self._store is None:
+        if self._described:
             return
+        last = self._ledger.last_step
         if not self._loaded and self._overwrite:
-            self._store.restart()
-        elif not self._loaded and self._store.last_step >= 0:
+            self._ledger.restart()
+        elif not self._loaded and last >= 0:
             raise LedgerError(
-                f"{self._store.path} holds steps up to {self._store.last_step} already. To go on, "
+                f"{self._ledger.name()} holds steps up to {last} already. To go on, "
                 "call run.load_state_dict(...) with the checkpoint's state; to start again, pass "
                 "watch(..., overwrite=True) or another folder"
             )
-        self._store.update_info(**describe(self.model, self.optimizer, self.coverage()))
+        self._ledger.update_info(**describe(self.model, self.optimizer, self.coverage()))
         self._described = True
 
     # Bookkeeping

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from inrun.gradients import Form
-from inrun.ledger.records import Ledger, MemoryLedger
+from inrun.ledger.entries import Ledger, MemoryLedger
 from inrun.run.bookkeeping import Config, scored_parameters
 from inrun.run.refusals import (
     check_choices,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from inrun.ledger.records import Audit
+from inrun.ledger.entries import Audit
 from inrun.scoring.score import Score
 
 NOT_FINITE = "the training gradient is not finite"
