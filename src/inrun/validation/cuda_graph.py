@@ -32,28 +32,27 @@ from inrun.torch_compat import (
     tree_flatten,
     tree_unflatten,
 )
+from inrun.validation.reach import PLAIN, names_of
 
-Result = tuple[Tensor, list[Tensor]]
-# Of a batch and the weights differentiated by; None for those that the loss does not depend on.
-Pass = Callable[[Any, Sequence[Tensor]], tuple[Tensor, Sequence[Tensor | None]]]
+Result = tuple[Tensor, Sequence[Tensor | None]]  # loss and gradients; None without dependence
+Pass = Callable[[Any, Sequence[Tensor]], Result]  # of a batch and the weights to differentiate by
 _BEFORE = 2  # usual passes before one is recorded: everything is compiled and warm by then
-_PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
 @dataclass
-class _Recording:
+class _Graph:
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     result: Result
 
 
-class Recorder:
-    """Replays passes that came before."""
+class GraphCache:
+    """Graphs of passes that came before, replayed where nothing has changed."""
 
     def __init__(self, loss: Callable[..., Any]) -> None:
         self.state_of_loss = referred(loss)
         self._seen: dict[Any, int] = {}
-        self._recordings: dict[Any, _Recording] = {}
+        self._graphs: dict[Any, _Graph] = {}
         self._refused = False  # one could not be made: no more are tried
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
@@ -62,10 +61,10 @@ class Recorder:
         self, compute: Pass, batch: Any, weights: Sequence[Tensor], modules: Sequence[nn.Module],
         context: Any,
     ) -> Result:  # fmt: skip
-        """``compute(batch, weights)``, with zeros for None; valid until the next call."""
+        """Returns ``compute(batch, weights)``; valid until the next call."""
 
         def usual() -> Result:
-            return filled(compute(batch, weights), weights)
+            return compute(batch, weights)
 
         leaves, spec = tree_flatten(batch)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
@@ -82,35 +81,35 @@ class Recorder:
             str(spec), repr(others), tuple((x.shape, x.dtype) for x in tensors), context,
             tuple(w.data_ptr() for w in weights), state, fingerprint,
         )  # fmt: skip
-        recording = self._recordings.get(key)
-        if recording is not None:
-            for mine, given in zip(recording.inputs, tensors, strict=True):
+        known = self._graphs.get(key)
+        if known is not None:
+            for mine, given in zip(known.inputs, tensors, strict=True):
                 mine.copy_(given, non_blocking=True)
-            recording.graph.replay()
-            return recording.result
+            known.graph.replay()
+            return known.result
         self._seen[key] = self._seen.get(key, 0) + 1
-        if self._refused or self._seen[key] <= _BEFORE or len(self._recordings) >= 4:
+        if self._refused or self._seen[key] <= _BEFORE or len(self._graphs) >= 4:
             return usual()
         with torch.cuda.device(weights[0].device):
-            trial = tried(compute, batch, weights, modules)
+            trial = trial_pass(compute, batch, weights, modules)
             found = usual()
             if not bool(found[0].isfinite()):
                 return found  # says nothing of the trial: next time
             if trial is not None and _same(trial[0], found[0]):
-                recording = self._record(compute, leaves, spec, weights, modules)
-        if recording is None:
+                known = self._make(compute, leaves, spec, weights, modules)
+        if known is None:
             self._refused = True
         else:
-            self._recordings[key] = recording
+            self._graphs[key] = known
         return found
 
     def close(self) -> None:
-        self._recordings, self._pool, self._stream = {}, None, None
+        self._graphs, self._pool, self._stream = {}, None, None
 
-    def _record(
+    def _make(
         self, compute: Pass, leaves: Sequence[Any], spec: Any, weights: Sequence[Tensor],
         modules: Sequence[nn.Module],
-    ) -> _Recording | None:  # fmt: skip
+    ) -> _Graph | None:  # fmt: skip
         static = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         self._stream = self._stream or torch.cuda.Stream()
@@ -122,7 +121,7 @@ class Recorder:
                 torch.cuda.graph(graph, capture_error_mode="thread_local", **where),
             ):
                 try:
-                    result = filled(compute(tree_unflatten(static, spec), own), own)
+                    result = compute(tree_unflatten(static, spec), own)
                 except BaseException as error:
                     cause = error
                     raise
@@ -135,14 +134,7 @@ class Recorder:
             _settle(weights[0].device)
             return None
         self._pool = graph.pool()
-        return _Recording(graph, [x for x in static if isinstance(x, Tensor)], result)
-
-
-def filled(found: tuple[Tensor, Sequence[Tensor | None]], weights: Sequence[Tensor]) -> Result:
-    """With zeros where there is no dependence."""
-    loss, grads = found
-    pairs = zip(grads, weights, strict=True)
-    return loss, [torch.zeros_like(w) if g is None else g for g, w in pairs]
+        return _Graph(graph, [x for x in static if isinstance(x, Tensor)], result)
 
 
 def _same(trial: Tensor, usual: Tensor) -> bool:
@@ -150,7 +142,7 @@ def _same(trial: Tensor, usual: Tensor) -> bool:
     return math.isclose(float(trial), float(usual), rel_tol=5e-3, abs_tol=1e-6)
 
 
-def tried(
+def trial_pass(
     compute: Pass, batch: Any, weights: Sequence[Tensor], modules: Sequence[nn.Module]
 ) -> Result | None:
     """The pass as it would be recorded; None if that would fail or give something else: it waits
@@ -171,12 +163,7 @@ def tried(
             torch.cuda.set_sync_debug_mode(mode)
     if any(g is not None for g in grads[len(weights) :]):
         return None
-    return filled((loss, grads[: len(weights)]), weights)
-
-
-def recording() -> bool:
-    """Are kernels being recorded now? (A build of torch without CUDA cannot be asked.)"""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return loss, grads[: len(weights)]
 
 
 @contextmanager
@@ -230,23 +217,23 @@ def attributes(modules: Sequence[nn.Module]) -> tuple[Any, ...] | None:
             return None
         found.append(own.get("training"))  # a compiled module has it elsewhere
         for name, x in own.items():
-            if name not in MODULE_ATTRIBUTES and (plain := _plain(x)) is not None:
-                found.append((i, name, plain))
+            if name not in MODULE_ATTRIBUTES and (value := _fingerprint(x)) is not None:
+                found.append((i, name, value))
     return tuple(found)
 
 
-def _plain(x: Any, depth: int = 0) -> Any:
+def _fingerprint(x: Any, depth: int = 0) -> Any:
     """Something hashable that changes with a plain value, or with a small container of such."""
     kind = type(x)
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return kind, x
     if isinstance(x, (enum.Enum, np.generic)):
         return kind, repr(x)
     if kind not in (tuple, list, set, dict) or len(x) > 64 or depth > 3:
         return None
     if kind is dict:
-        return kind, tuple((repr(k), _plain(y, depth + 1)) for k, y in x.items())
-    return kind, tuple(_plain(y, depth + 1) for y in x)
+        return kind, tuple((repr(k), _fingerprint(y, depth + 1)) for k, y in x.items())
+    return kind, tuple(_fingerprint(y, depth + 1) for y in x)
 
 
 def referred(loss: Callable[..., Any]) -> Callable[[], tuple[Any, ...] | None] | None:
@@ -273,23 +260,17 @@ def _read(function: Any, found: list[Any], seen: set[int]) -> bool:
         cells = [c.cell_contents for c in function.__closure__ or ()]
     except ValueError:  # not filled yet
         return False
-    names = _names(function.__code__)
+    names = names_of(function.__code__)
     space = function.__globals__
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     for x in (*(space[n] for n in names if n in space), *cells, *defaults):
-        if type(x) in _PLAIN:
+        if type(x) in PLAIN:
             found.append(x)
         elif isinstance(x, nn.Module):
             found.append(attributes(list(x.modules())))
         elif not _fixed(x) and not _read(x, found, seen):
             return False
     return True
-
-
-def _names(code: types.CodeType) -> list[str]:
-    """Names that the code and functions inside it look up."""
-    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    return [*code.co_names, *(n for c in inner for n in _names(c))]
 
 
 def _fixed(x: Any) -> bool:

@@ -34,6 +34,7 @@ from inrun.capture.tap import Known
 from inrun.errors import BatchError, CaptureError
 from inrun.tensors.autocast import no_autocast
 from inrun.torch_compat import tree_flatten, version_of
+from inrun.validation.reach import PLAIN
 from inrun.validation.sweep import Gradients
 
 _ONCE = 8  # sets that were measured and did not come back: from then on only those that do
@@ -41,7 +42,6 @@ _SETS = 4096  # that are remembered
 _UNDECIDED = 8  # measurements in a row that say nothing
 _SHAKE = 0.1  # of a parameter's size
 _FROM_ZERO = 0.02  # for one that is zero
-_PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 Single = Callable[[int], Sequence[Tensor]]  # a target's own gradient
 
 
@@ -236,7 +236,7 @@ def _kind(batch: Any) -> Any:
             if x.layout != torch.strided:
                 return None
             found.append((tuple(x.shape[1:]), x.ndim, x.dtype))
-        elif type(x) in _PLAIN:
+        elif type(x) in PLAIN:
             found.append((type(x), x))
         else:
             return None

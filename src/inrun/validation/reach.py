@@ -32,13 +32,13 @@ from inrun.torch_compat import (
     parameters_of,
     version_of,
 )
-from inrun.validation.copies import slots_of
 
 _DEPTH = 4  # objects and functions inside each other, from a module or a function on
 _DEEPEST = 16  # containers
 _LARGEST = 4096  # entries of a container whose entries are looked at
-_PLAIN = frozenset([int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device])
-_NOTHING = _PLAIN | {torch.Size, type, types.ModuleType, types.BuiltinFunctionType, slice, range}
+# Types whose values can be compared, and can be told to have changed by that.
+PLAIN = frozenset([int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device])
+_NOTHING = PLAIN | {torch.Size, type, types.ModuleType, types.BuiltinFunctionType, slice, range}
 _BUILT_IN = frozenset([dict, OrderedDict, defaultdict, list, set, deque])
 # Their forward pass writes to nothing, and they hold nothing but parameters and plain values.
 _STATELESS = frozenset([
@@ -80,7 +80,7 @@ class Reached:
         """Changes whenever a plain value changes, or a tensor other than parameters and the
         statistics of normalisations is written to."""
         plain = [
-            tuple((k, v) for k, v in copy.items() if type(v) in _PLAIN and k != "training")
+            tuple((k, v) for k, v in copy.items() if type(v) in PLAIN and k != "training")
             for _, copy in (*self.spaces, *self.slots)
             if isinstance(copy, dict)
         ]
@@ -170,7 +170,7 @@ class Reached:
 
     def _names(self, space: dict[str, Any]) -> None:
         self.names.extend((space, k, x) for k, x in space.items() if isinstance(x, Tensor))
-        self.plain.extend((k, x) for k, x in space.items() if type(x) in _PLAIN)
+        self.plain.extend((k, x) for k, x in space.items() if type(x) in PLAIN)
 
     def _each(self, xs: Iterable[Any], depth: int, inside: bool) -> None:
         values = list(xs)
@@ -189,7 +189,7 @@ class Reached:
                 continue
             if isinstance(held, Tensor):
                 self.cells.append((cell, held))
-            elif type(held) in _PLAIN:
+            elif type(held) in PLAIN:
                 self.plain.append(held)
             self._value(held, depth + 1, inside)
         space = f.__globals__
@@ -197,7 +197,7 @@ class Reached:
             if name in space and type(x := space[name]) not in (types.ModuleType, type):
                 if isinstance(x, Tensor):
                     self.names.append((space, name, x))
-                elif type(x) in _PLAIN:
+                elif type(x) in PLAIN:
                     self.plain.append((name, x))
                 self._value(x, depth + 1, inside)
         self._each((*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()), depth, inside)
@@ -233,3 +233,12 @@ def names_of(code: types.CodeType) -> tuple[str, ...]:
     """Names that the code and functions inside it look up."""
     inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
     return tuple(dict.fromkeys((*code.co_names, *(n for c in inner for n in names_of(c)))))
+
+
+def slots_of(kind: type) -> tuple[str, ...]:
+    """The names of the slots of a class and its bases."""
+    found: list[str] = []
+    for c in kind.__mro__:
+        slots = getattr(c, "__slots__", ())
+        found += [slots] if isinstance(slots, str) else list(slots)
+    return tuple(s for s in dict.fromkeys(found) if s not in ("__dict__", "__weakref__"))

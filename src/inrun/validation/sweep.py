@@ -26,7 +26,7 @@ from inrun.capture.tap import MicroBatch
 from inrun.gradients.nodes import pull_back
 from inrun.gradients.records import Lookup, wide
 from inrun.torch_compat import tree_map
-from inrun.validation.copies import fresh
+from inrun.validation.targets import copy_batch
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,6 @@ def joined(batches: Sequence[Any]) -> Any:
     """Batches of one kind as one, in memory of its own."""
 
     def one(*xs: Any) -> Any:
-        return torch.cat(xs) if isinstance(xs[0], Tensor) and xs[0].ndim else fresh(xs[0])
+        return torch.cat(xs) if isinstance(xs[0], Tensor) and xs[0].ndim else copy_batch(xs[0])
 
     return tree_map(one, *batches)

@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from inrun.errors import ValidationError
 from inrun.tensors.autocast import Autocast, as_it_was, uncached
 from inrun.torch_compat import tree_leaves, tree_map
-from inrun.validation.copies import fresh
-from inrun.validation.cuda_graph import Recorder, filled, recording
-from inrun.validation.generators import Generators
+from inrun.validation.cuda_graph import GraphCache
 from inrun.validation.joining import Joining
-from inrun.validation.state import State
+from inrun.validation.state import Generators, State
 from inrun.validation.sweep import Gradients, Sweep, joined
-from inrun.validation.targets import Batches
+from inrun.validation.targets import Batches, copy_batch
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -75,7 +73,7 @@ class Validator:
         self.modules = list(model.modules())
         self._state, self._random = State(self.loss), Generators("ran the validation pass")
         self._sweep, self._joining = Sweep(model), Joining(batch_dim)
-        self._recorder = Recorder(self.loss)
+        self._graphs = GraphCache(self.loss)
         self._joint: tuple[list[int], Any] | None = None  # see Joining.join
 
     def draw(self) -> None:
@@ -83,7 +81,8 @@ class Validator:
         device = next(self.model.parameters()).device
         drawn = [t.take(self.per_step) for t in self.targets]
         half = self.autocast is not None and self.autocast[1] and self.autocast[2] == torch.float16
-        self._joint = None if self.chunk is not None or half else self._joining.join(drawn)
+        alone = len(drawn) == 1 or self.chunk is not None or half
+        self._joint = None if alone else self._joining.join(drawn)
 
         def move(x: Any) -> Any:
             return x.to(device, non_blocking=True) if isinstance(x, Tensor) else x
@@ -121,7 +120,7 @@ class Validator:
 
             def single(q: int) -> Sequence[Tensor]:
                 with torch.compiler.set_stance("force_eager"):  # compiling would take longer
-                    return self._gradient(q, weights, record=False)[1]
+                    return self._gradient(q, weights, graphs=False)[1]
 
             if self._joining.measure(
                 key, names, params, lambda: self._together(params), single, half
@@ -173,7 +172,7 @@ class Validator:
                 torch.cuda.empty_cache()
 
     def _gradient(
-        self, q: int, params: Sequence[Tensor], record: bool = True
+        self, q: int, params: Sequence[Tensor], graphs: bool = True
     ) -> tuple[Tensor, list[Tensor]]:
         # float16 gradients vanish or overflow without a scale: the largest that stays finite
         half = self.autocast is not None and self.autocast[1] and self.autocast[2] == torch.float16
@@ -188,13 +187,17 @@ class Validator:
                         return self._differentiate(q, b, by, w)
 
                     self._state.rewind()
-                    if record and len(parts) == 1 and not self._reentrant:
+                    if graphs and params[0].is_cuda and len(parts) == 1 and not self._reentrant:
                         how = (weight * scale, self.autocast)
-                        loss, new = self._recorder.run(compute, batch, params, self.modules, how)
+                        loss, found = self._graphs.run(compute, batch, params, self.modules, how)
                         self._state.replayed()
                     else:
-                        loss, new = filled(compute(batch, params), params)
+                        loss, found = compute(batch, params)
                     total = total + loss.double() * weight
+                    new = [
+                        torch.zeros_like(p) if g is None else g
+                        for g, p in zip(found, params, strict=True)
+                    ]
                     grads = [a + b for a, b in zip(grads, new, strict=True)] if grads else new
             if scale == 1.0:
                 return total, grads
@@ -238,9 +241,9 @@ class Validator:
                 yield n / rows / len(batches), _slice(batch, start, n, rows)
 
     def _loss(self, q: int, batch: Any) -> Tensor:
-        if not recording():  # a recording holds the pass alone
+        if not _making_graph():  # a CUDA graph holds the pass alone
             self._state.rewind()
-        return self._run(q, fresh(batch))
+        return self._run(q, copy_batch(batch))
 
     def _run(self, q: int, batch: Any) -> Tensor:
         """The loss of a batch that the pass may write to."""
@@ -280,7 +283,7 @@ class Validator:
 
     def close(self) -> None:
         """Let go of device memory and of the model."""
-        self._recorder.close()
+        self._graphs.close()
         self._sweep.close()
         self._state.close()
 
@@ -299,6 +302,11 @@ def _set_training(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
             vars(module)["training"] = mode
         else:  # a compiled module has it elsewhere
             module.training = mode
+
+
+def _making_graph() -> bool:
+    """Are kernels being put into a CUDA graph now? (A build without CUDA cannot be asked.)"""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _times(loss: Tensor, factor: float) -> Tensor:
