@@ -23,7 +23,7 @@ from inrun.ledger import LedgerError
 from inrun.ledger.saved import open_run
 from inrun.output import LEDGER_FILES, LEDGER_FOLDERS
 from inrun.report import write_report
-from inrun.run.logging import Tally
+from inrun.run.bookkeeping import Tally
 from inrun.run.run import Run
 
 MARK = "demo.json"  # its presence says that a demo made the folder

@@ -48,7 +48,7 @@ class Check:
     gradient_error: float = float("nan")
     credit_error: float = float("nan")
     unverified: str | None = None
-    recordings: list[Any] = field(default_factory=list, repr=False)  # of the armed step
+    calls: list[Any] = field(default_factory=list, repr=False)  # of the model in this step
     rounding: float = 1e-3  # what credit_error may be, by the precision of the model
 
     def fill(

@@ -1,6 +1,8 @@
 """``Run``: the order of the stages of one training step, and nothing else.
 
-capture (forward, backward) → direction (optimizer, validation) → contraction → ledger.
+with run.batch(ids)         capture: records of each example's gradient
+before optimizer.step()     scorer: optimizer, validation and records give the values
+after optimizer.step()      scorer: was it the step that was predicted? then ledger
 """
 
 from __future__ import annotations
@@ -24,23 +26,21 @@ from inrun.capture.capture import Capture
 from inrun.capture.tap import MicroBatch
 from inrun.errors import BatchError
 from inrun.exact.check import PERMUTATIONS, Check
-from inrun.exact.repeat import Recording
+from inrun.exact.repeat import ModelCalls
 from inrun.ledger import LedgerError
 from inrun.ledger.entries import Ledger, RunTables, StepEntry
 from inrun.run.bookkeeping import (
     Config,
     EmptyBatches,
+    MemoryLimit,
+    Tally,
     Unscored,
     as_ids,
-    coverage_table,
-    describe,
-    held_by,
     modules_of,
-    scored_parameters,
     trainable,
 )
+from inrun.run.coverage import coverage_table, describe, held_by, scored_parameters
 from inrun.run.logging import Summary
-from inrun.run.memory_limit import MemoryLimit
 from inrun.scoring.direction import Estimator
 from inrun.scoring.score import Begun, Pending, Score
 from inrun.scoring.scorer import Scorer
@@ -79,18 +79,19 @@ class Run(Summary, RunTables):
         self._scorer = Scorer(
             model, optimizer, self.params, self.estimators, validator, max_norm, scaler
         )
-        self._memory = MemoryLimit(memory_limit, offload)
+        self._memory = MemoryLimit(memory_limit, offload, self._device)
         self._capture = Capture(
             model, self.params, batch_dim=config.batch_dim, form=config.form,
             fast=config.training == "fast", directions=len(self.targets) * len(self.estimators),
-            offload=offload, check_memory=self._account, on_first_gradient=self._first_gradient,
+            offload=offload, check_memory=self._memory.add, on_first_gradient=self._first_gradient,
         )  # fmt: skip
-        self._pending: list[tuple[np.ndarray, MicroBatch | None]] = []
+        self._micros: list[tuple[np.ndarray, MicroBatch | None]] = []  # of this step
         self._unsettled: deque[tuple[StepEntry, Pending]] = deque()
-        self._recording = threading.RLock()  # tables may be asked for in another thread
+        self._ledger_lock = threading.RLock()  # tables may be asked for in another thread
         self._taking: tuple[StepEntry, Score | Begun] | None = None  # inside optimizer.step()
         self._empty, self._unscored = EmptyBatches(), Unscored()
         self._capture.on_empty, self._capture.held = self._empty.ended, held_by(optimizer)
+        self.tally = Tally()
         self._id_type: type | None = None
         self._check: Check | None = None
         self._depth = 0  # an optimizer whose step() calls its base class's runs the hooks twice
@@ -129,12 +130,12 @@ class Run(Summary, RunTables):
         if not self.config.scores(self.step):
             self._drop_skipped()
             yield
-            self._pending.append((array, None))
+            self._micros.append((array, None))
             self._scorer.accumulated.note(self.params, scored=False)
             return
-        held = self._memory.held
+        held, self._memory.batches = self._memory.held, len(self._micros)
         try:
-            with self._recorded(), self._capture.batch(len(array)) as micro:
+            with self._noting_calls(), self._capture.batch(len(array)) as micro:
                 yield
         except BaseException:
             self._memory.held = held
@@ -143,21 +144,21 @@ class Run(Summary, RunTables):
             return
         if not micro.fired:
             if self._check is not None:
-                self._check.recordings.pop()
+                self._check.calls.pop()
             return
-        self._pending.append((array, micro))
+        self._micros.append((array, micro))
         self._scorer.accumulated.note(self.params, audit=self._audited())
         outsiders = list(self._capture.outsiders.values())
         if self._unscored.look(self._left_out, outsiders, self.optimizer) and self._described:
             self._ledger.update_info(**describe(self.model, self.optimizer, self.coverage()))
 
-    def _recorded(self) -> AbstractContextManager[None]:
-        """Record the inputs of the batch if ``check()`` was called, else do nothing."""
+    def _noting_calls(self) -> AbstractContextManager[None]:
+        """Keep the calls of the model if ``check()`` was called, else do nothing."""
         if self._check is None:
             return nullcontext()
-        recording = Recording(self.model, self.config.batch_dim)
-        self._check.recordings.append(recording)
-        return recording.recording()
+        calls = ModelCalls(self.model, self.config.batch_dim)
+        self._check.calls.append(calls)
+        return calls.noting()
 
     def check(self, permutations: int = PERMUTATIONS) -> Check:
         """Compare the next scored step with exact Shapley values of this very model.
@@ -258,7 +259,7 @@ class Run(Summary, RunTables):
             return changed
         try:
             with torch.no_grad():
-                self._record()
+                self._begin_step()
         finally:
             self.step += 1
             self._forget()
@@ -269,23 +270,23 @@ class Run(Summary, RunTables):
         self._depth = max(self._depth - 1, 0)
         if self._depth or self._taking is None:
             return
-        record, score = self._taking
+        entry, score = self._taking
         self._taking = None
         done: Score | Pending
         with torch.no_grad():
             done = self._scorer.finish(score) if isinstance(score, Begun) else score
-        with self._recording:
+        with self._ledger_lock:
             self._settle()
             if isinstance(done, Pending):  # copied to the host while the next step runs
-                self._unsettled.append((record, done))
+                self._unsettled.append((entry, done))
                 return
-            self._append(record, done)
+            self._append(entry, done)
         if done.audit is not None:
             every = self.config.audit_every
-            self._next_audit = (record.step // every + 1) * every
+            self._next_audit = (entry.step // every + 1) * every
 
-    def _record(self) -> None:
-        if not self._pending:
+    def _begin_step(self) -> None:
+        if not self._micros:
             self.unwatched += 1
             if self.unwatched == 1:
                 warnings.warn(
@@ -294,41 +295,41 @@ class Run(Summary, RunTables):
                     stacklevel=6,
                 )
             return
-        ids = np.concatenate([i for i, _ in self._pending])
-        micros = [m for _, m in self._pending if m is not None]
+        ids = np.concatenate([i for i, _ in self._micros])
+        micros = [m for _, m in self._micros if m is not None]
         lr = float(self.optimizer.param_groups[0]["lr"])
         score: Score | Begun = Score()
-        if len(micros) == len(self._pending):
+        if len(micros) == len(self._micros):
             check, self._check = self._check, None
             score = self._scorer.begin(self.step, micros, ids, self._audited(), check)
             self._capture.settle_claims(micros, self._validator.look)
-        self._begin()
-        record = StepEntry(self.step, ids, None, lr, float(self.config.every))
-        self._taking = record, score
+        self._claim_ledger()
+        entry = StepEntry(self.step, ids, None, lr, float(self.config.every))
+        self._taking = entry, score
 
     def _give_up_step(self) -> None:
         """Record the step under way as void: ``optimizer.step()`` raised and never finished."""
         if self._taking is not None:
-            record, _ = self._taking
+            entry, _ = self._taking
             self._taking = None
-            with self._recording:
+            with self._ledger_lock:
                 self._settle()
-                self._append(record, Score(void="optimizer.step() did not finish"))
+                self._append(entry, Score(void="optimizer.step() did not finish"))
 
     def _audited(self) -> bool:
         return self.config.audit_every > 0 and self.step >= self._next_audit
 
     def _settle(self) -> None:
         """Wait for the values still on the device and append their steps to the ledger."""
-        with self._recording:
+        with self._ledger_lock:
             while self._unsettled:
-                record, pending = self._unsettled.popleft()
-                self._append(record, pending.settle())
+                entry, pending = self._unsettled.popleft()
+                self._append(entry, pending.settle())
 
-    def _append(self, record: StepEntry, score: Score) -> None:
+    def _append(self, entry: StepEntry, score: Score) -> None:
         self._scorer.settled(score)
         done = replace(
-            record, values=score.values, void=score.void, audit=score.audit, missed=score.missed
+            entry, values=score.values, void=score.void, audit=score.audit, missed=score.missed
         )
         self._ledger.append(done)
         self.tally.add(done)
@@ -338,7 +339,7 @@ class Run(Summary, RunTables):
         self._settle()
         return self._ledger
 
-    def _begin(self) -> None:
+    def _claim_ledger(self) -> None:
         """Before the first record, continue the folder, overwrite it or raise LedgerError."""
         if self._described:
             return
@@ -370,27 +371,26 @@ class Run(Summary, RunTables):
 
     def _drop_skipped(self) -> None:
         """Drop the records of a step that GradScaler skipped: its gradients were cleared."""
-        if self._pending and self._scorer.accumulated.thrown_away(self.params):
+        if self._micros and self._scorer.accumulated.thrown_away(self.params):
             self._forget()
 
     def _first_gradient(self) -> None:
         """Called in each batch before its backward pass adds anything to .grad."""
         self._drop_skipped()
-        self._scorer.accumulated.begin(self.params, first=not self._pending)
+        self._scorer.accumulated.begin(self.params, first=not self._micros)
 
     def _forget(self) -> None:
-        for _, micro in self._pending:
+        for _, micro in self._micros:
             if micro is not None:
                 micro.records.clear()  # a kept loss keeps its graph alive, and that its MicroBatch
         if self._check is not None:
-            self._check.recordings.clear()
-        self._pending, self._memory.held = [], 0
+            self._check.calls.clear()
+        self._micros, self._memory.held = [], 0
         self._capture.blocks.over()
         self._scorer.accumulated.forget()
 
-    def _account(self, new: int) -> None:
-        device = next(iter(self.params.values())).device
-        self._memory.add(new, device, len(self._pending))
+    def _device(self) -> torch.device:
+        return next(iter(self.params.values())).device
 
 
 def _eager(hook: Any) -> Any:

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from inrun.gradients import Form
 from inrun.ledger.entries import Ledger, MemoryLedger
-from inrun.run.bookkeeping import Config, scored_parameters
+from inrun.run.bookkeeping import Config
+from inrun.run.coverage import scored_parameters
 from inrun.run.refusals import (
     check_choices,
     check_estimators,
