@@ -411,7 +411,7 @@ def test_what_waits_in_memory_is_one_copy(tmp_path):
     store, row = create(tmp_path / "run"), next(records(1))
     store.append(row)
     (held,) = store._buffer
-    assert held.record.values.base is held.values or held.values.base is held.record.values
+    assert held.entry.values.base is held.values or held.values.base is held.entry.values
     assert not np.shares_memory(held.values, row.values)
     store.close()
 

@@ -158,20 +158,20 @@ def signed(content: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in content.items() if k != CHECK} | {CHECK: checksum(content)}
 
 
-def plain(x: Any, where: str) -> Any:
+def as_json(x: Any, where: str) -> Any:
     """``x`` as JSON says it, so that what is written compares equal to what is read."""
     if x is None or isinstance(x, bool | int | str):
         return x
     if isinstance(x, np.generic):
-        return plain(x.item(), where)
+        return as_json(x.item(), where)
     if isinstance(x, float):
         return x if math.isfinite(x) else str(x)
     if isinstance(x, Path):
         return str(x)
     if isinstance(x, Mapping):
-        return {str(k): plain(v, f"{where}.{k}") for k, v in x.items()}
+        return {str(k): as_json(v, f"{where}.{k}") for k, v in x.items()}
     if isinstance(x, list | tuple):
-        return [plain(v, f"{where}[{i}]") for i, v in enumerate(x)]
+        return [as_json(v, f"{where}[{i}]") for i, v in enumerate(x)]
     raise LedgerError(f"{where} is a {type(x).__name__}; run.json holds only plain JSON values")
 
 

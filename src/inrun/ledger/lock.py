@@ -29,7 +29,7 @@ class WriterLock:
 
     def _acquire(self) -> None:
         for name in (".lock", ".writer"):
-            _plain_file(self.folder / name)
+            _refuse_link(self.folder / name)
         pid, started = _owner(self.folder)
         try:
             self._lock.acquire(timeout=0 if _alive(pid) else WAIT_FOR_DEAD if pid else 1.0)
@@ -100,7 +100,7 @@ class WriterLock:
             context.lock_file_fd = None  # type: ignore[union-attr]
 
 
-def _plain_file(file: Path) -> None:
+def _refuse_link(file: Path) -> None:
     """A link under one of our names would let a stranger choose which file we write."""
     try:
         mode = os.lstat(file).st_mode

@@ -63,7 +63,7 @@ class Manifest:
     lost: tuple[Lost, ...] = field(default=())
 
     def write(self, folder: Path) -> None:
-        files.write_json(folder / NAME, files.signed(files.plain(asdict(self), NAME)))
+        files.write_json(folder / NAME, files.signed(files.as_json(asdict(self), NAME)))
 
 
 def part_name(n: int) -> str:

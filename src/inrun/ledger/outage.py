@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from inrun.ledger import LedgerError
 from inrun.ledger.entries import StepEntry
-from inrun.ledger.parts import Row
+from inrun.ledger.parts import BufferedEntry
 
 LIMIT = 1 << 30  # bytes of records that wait in memory
 LONGEST = 300.0  # seconds between two attempts
@@ -90,8 +90,8 @@ class Outage:
         warnings.warn(text, stacklevel=2)
 
 
-def void_row(record: StepEntry) -> Row:
-    """A step of which only the fact is kept that it took place."""
+def void_entry(entry: StepEntry) -> BufferedEntry:
+    """Returns an entry without values: it says only that the step took place."""
     ids = np.empty(0, np.int64)
-    given_up = replace(record, ids=ids, values=None, void=LOST, audit=None)
-    return Row(given_up, pa.array(ids), None)
+    given_up = replace(entry, ids=ids, values=None, void=LOST, audit=None)
+    return BufferedEntry(given_up, pa.array(ids), None)

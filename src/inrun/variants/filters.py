@@ -56,8 +56,8 @@ def sift(
 ) -> Sifted:
     """Pass the candidates of a source, by category, through the filter.
 
-    ``forbidden`` holds plain words (the keys of ``forbidden_tokens``). Duplicates differ in case or
-    punctuation at most, within a source; the first one stays.
+    ``forbidden`` holds words in normal form (the keys of ``forbidden_tokens``). Duplicates differ
+    in case or punctuation at most, within a source; the first one stays.
     """
     sifted = Sifted({c: [] for c in CATEGORIES}, [])
     source, seen = words(z_star), set()
