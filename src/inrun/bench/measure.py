@@ -48,7 +48,7 @@ def _words(error: Exception) -> str:
 
 
 def time_steps(step: Callable[[], None], n: int, device: torch.device) -> list[float]:
-    """Milliseconds of n steps. On a GPU between events at their ends: nothing waits meanwhile."""
+    """Returns milliseconds of n steps; on a GPU between events, without waiting in between."""
     if device.type != "cuda":
         moments = [time.perf_counter()]
         for _ in range(n):
@@ -66,7 +66,7 @@ def time_steps(step: Callable[[], None], n: int, device: torch.device) -> list[f
 
 
 class Trial:
-    """One variant on its way to a measurement: built, warmed up, timed, looked into."""
+    """The measurement of one variant: build, warm up, time, then time the stages."""
 
     def __init__(
         self, problem: Problem, options: Options, mode: str, variant: str, tick: Tick
@@ -76,14 +76,14 @@ class Trial:
         self._trainer: Trainer | None = None
 
     def attempt(self, part: Callable[..., None], *args: Any) -> None:
-        """A part of the trial; what goes wrong ends it and stays in its result."""
+        """Run a part of the trial; an error ends the trial and is kept in its result."""
         if self.result.status != "ok":
             return
         try:
             part(*args)
         except Exception as error:
             self.result.fail(error)
-        if self.result.status != "ok":  # here, where the error no longer holds on to tensors
+        if self.result.status != "ok":  # not inside except, where the error still refers to tensors
             self.close()
 
     @property
@@ -122,7 +122,7 @@ class Trial:
         if self.options.verify and self.trainer.estimator is not None:
             try:
                 result.verify = verify(self.trainer)
-            except Exception as error:  # the times stand
+            except Exception as error:  # the times are still right
                 result.verify = {"message": _words(error)}
         self.close()
 

@@ -31,7 +31,7 @@ OURS = (MARK, "examples.npz", "examples.jsonl", "report.html", *LEDGER_FILES)
 
 
 def fresh(folder: Path) -> Path:
-    """An empty place for the demo's ledger: removes what a demo wrote there, and nothing else."""
+    """Empty the demo's folder: remove what an earlier demo wrote there, and nothing else."""
     if folder.exists() and not folder.is_dir():
         raise LedgerError(f"{folder} is a file, not a folder")
     if folder.is_dir() and any(folder.iterdir()):

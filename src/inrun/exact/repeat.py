@@ -1,7 +1,7 @@
 """Per-example gradients without the capture: every row of a batch goes through a copy of the model
 of its own, alone.
 
-``run.check()`` compares with these. The calls of the model inside ``run.batch`` are recorded, with
+``run.check()`` compares with these. The calls of the model inside ``run.batch`` are kept, with
 the gradient δ that the user's loss sent back to their outputs. A copy of the model then computes
 row k of the inputs alone; its outputs, contracted with row k of δ, give g_k. That the rows' outputs
 are those of the whole batch, and that the g_k add up to ``.grad``, is measured, not assumed.
@@ -84,8 +84,8 @@ class ModelCalls:
         self.calls.append(call)
 
     def settle(self) -> None:
-        """Of outputs that are made of other outputs only the last are needed; of logits and their
-        loss, the logits."""
+        """Of outputs that are computed from one another keep only the last; of logits and the loss
+        made of them, keep the logits."""
         for call in self.calls:
             rows = [k for k in call.deltas if call.outputs[k].ndim] or list(call.deltas)
             nodes = {k: call.nodes[k] for k in rows}
@@ -149,7 +149,7 @@ def verified_rows(
 
 @dataclass
 class Independent:
-    """What the rows say when each is alone.
+    """The gradients that each row has alone.
 
     ``rows``: per-example gradients [B, *W] of the step by parameter; None where it draws random
     numbers. ``error``: how far the captured ones are from these, relative to their size.
@@ -257,7 +257,7 @@ def _compare(rows: Tensor, whole: Tensor) -> None:
 
 
 def _by_row(tensors: Mapping[str, Tensor], call: ModelCall, B: int, batch_dim: int) -> Tensor:
-    """What the model returned, or its gradients, as [B, …]."""
+    """Returns outputs of the model, or their gradients, as [B, …]."""
     found = []
     for t in (tensors[k] for k in call.deltas):
         if t.ndim == 0:
@@ -282,7 +282,7 @@ def _captured_again(
     twin: nn.Module, call: ModelCall, micro: MicroBatch, named: Mapping[str, str],
     batch_dim: int,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The same batch under a capture: what it credits to each row."""
+    """Run the same batch under a capture; returns the gradients that it gives each row."""
     watched = {n: p for n, p in twin.named_parameters() if n in named and p.requires_grad}
     capture = Capture(twin, watched, batch_dim=batch_dim)
     with torch.enable_grad(), as_it_was(micro.autocast), capture.batch(micro.B) as again:

@@ -110,7 +110,7 @@ class Committed(LedgerTables):
             raise unreadable(self.path, error) from error
 
     def _open(self, kind: str, copies: int = 1) -> list[list[Opened]]:
-        """The files of one kind, verified; once more if a writer replaced them meanwhile.
+        """Open the files of one kind, verified; try again if a writer replaced them meanwhile.
 
         A part that a writer may merge with others stays open, so that it can be read to the end
         after it was deleted. Large ones are opened in turn: there may be more than a process may
@@ -159,14 +159,14 @@ class Committed(LedgerTables):
         self._ids = self._manifest.ids
 
     def _lost_before(self, step: int) -> tuple[Lost, ...]:
-        """The lost parts that began before this step; one that goes on after it, by name only."""
+        """Returns the lost parts that began before this step; of one that contains it, the name."""
         found = [x for x in self._manifest.lost if x.first is None or x.first < step]
         return tuple(
             x if x.last is None or x.last < step else Lost(x.name, None, None, None) for x in found
         )
 
     def _steps_before(self, step: int) -> tuple[int, bool]:
-        """How many steps were recorded before this one, lost ones too, and whether that is sure."""
+        """Returns how many steps were recorded before this one, lost ones too; is that sure?"""
         lost = self._lost_before(step)
         known = sum(p.steps for p in self._parts if p.last < step)
         for part in self._parts:
@@ -180,7 +180,8 @@ class Committed(LedgerTables):
         return self._parts[large[-1] + 1 if large else 0 :]
 
     def _tables(self, kind: str, parts: Sequence[Part]) -> Iterator[pa.Table]:
-        """Verified, so that damage is never copied into a file with a new checksum."""
+        """Yields the tables of these parts. They are verified first: damage is never copied into a
+        file with a new checksum."""
         schema = self.columns.schema(kind, self._ids)
         for part in parts:
             verify(self.path, kind, part)
@@ -237,7 +238,7 @@ def tell_lost(folder: Path, lost: Sequence[Lost]) -> None:
 
 
 def _some(tables: Iterable[pa.Table], empty: pa.Table) -> Iterator[pa.Table]:
-    """The tables that have rows (others may have another type of id), or one without."""
+    """Yields the tables that have rows (empty ones may have another type of id), or ``empty``."""
     some = False
     for table in tables:
         if table.num_rows:

@@ -31,7 +31,7 @@ class StepEntry:
     ``values`` has shape [E estimators, Q targets, B examples], in validation-loss units,
     unweighted; it is None for a step that was not scored (``every=k``) or is void (``void`` says
     why).
-    ``weight`` is 1/p of the step having been chosen for scoring.
+    ``weight`` is 1/p, p the probability with which the step was chosen for scoring.
     """
 
     step: int
@@ -227,7 +227,7 @@ def step_row(entry: StepEntry, estimator: int) -> dict[str, Any]:
 
 
 def _arrays_as_lists(x: Any) -> Any:
-    """So that a checkpoint holds nothing that needs pickle."""
+    """Replace arrays by lists, so that a checkpoint holds nothing that needs pickle."""
     if isinstance(x, np.ndarray):
         return x.tolist()
     if isinstance(x, dict):
@@ -236,7 +236,7 @@ def _arrays_as_lists(x: Any) -> Any:
 
 
 def _from_state(d: dict[str, Any]) -> StepEntry:
-    """An entry from what ``state_dict`` made of it."""
+    """Returns an entry from its form in ``state_dict``."""
     ids = d["ids"]
     return StepEntry(
         step=d["step"],

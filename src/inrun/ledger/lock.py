@@ -1,4 +1,4 @@
-"""One writer at a time: the lock of a ledger's folder, and what can happen to it."""
+"""The lock of a ledger's folder, which lets in one writer at a time."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class WriterLock:
     def disown(self) -> None:
         """In a forked child: give up our copy of the descriptor; the parent's lock stays."""
         context = getattr(self._lock, "_context", None)
-        fd = getattr(context, "lock_file_fd", None)  # None where filelock itself has seen to it
+        fd = getattr(context, "lock_file_fd", None)  # None where filelock has closed it already
         if fd is not None:
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -101,7 +101,7 @@ class WriterLock:
 
 
 def _refuse_link(file: Path) -> None:
-    """A link under one of our names would let a stranger choose which file we write."""
+    """Refuse a link under one of our names: it would choose which file we write."""
     try:
         mode = os.lstat(file).st_mode
     except FileNotFoundError:
@@ -112,7 +112,7 @@ def _refuse_link(file: Path) -> None:
 
 
 def _owner(folder: Path) -> tuple[int, str]:
-    """Process and start time of the last writer; 0 where nothing sensible is on record."""
+    """Returns process and start time of the last writer; 0 if ``.writer`` is missing or broken."""
     try:
         with (folder / ".writer").open("rb") as file:
             words = file.read(64).decode("ascii").split()
@@ -138,7 +138,7 @@ def _started(pid: int) -> str:
 def _alive(pid: int) -> bool:
     if pid <= 0 or os.name != "posix" or _started(pid):
         return pid > 0
-    if Path(f"/proc/{pid}").exists():  # ended, and its parent has not taken note yet
+    if Path(f"/proc/{pid}").exists():  # ended; its parent has not waited for it yet
         return False
     try:
         os.kill(pid, 0)

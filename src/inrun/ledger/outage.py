@@ -1,10 +1,10 @@
-"""When a ledger cannot be written: training goes on, records wait in memory, nothing is silent.
+"""When a ledger cannot be written: training goes on, entries wait in memory, warnings say so.
 
-1. The first failure warns. The records stay in the buffer.
+1. The first failure warns. The entries stay in the buffer.
 2. Writing is tried again after ``pause`` seconds, twice as long after each failure.
-3. Beyond ``LIMIT`` bytes of waiting records the values of further steps are dropped. Such a step
-   stays on record as void, so that it is seen to be missing, and a second warning says so.
-4. ``flush``, ``state_dict``, ``close`` and the tables raise as long as records are not on disk.
+3. Beyond ``LIMIT`` bytes of waiting entries the values of further steps are dropped. Such a step
+   is recorded as void, so that the tables show the gap, and a second warning says so.
+4. ``flush``, ``state_dict``, ``close`` and the tables raise as long as entries are not on disk.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from inrun.ledger import LedgerError
 from inrun.ledger.entries import StepEntry
 from inrun.ledger.parts import BufferedEntry
 
-LIMIT = 1 << 30  # bytes of records that wait in memory
+LIMIT = 1 << 30  # bytes of entries that wait in memory
 LONGEST = 300.0  # seconds between two attempts
 LOST = "not recorded: the ledger could not be written and too many records waited in memory"
 
 
 class Outage:
-    """Whether the ledger can be written now, and what was said about it."""
+    """Whether the ledger can be written now, and which warnings were given."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -45,7 +45,7 @@ class Outage:
         self.since, self.pause, self._told = None, 0.0, False
 
     def full(self, size: int) -> bool:
-        """Must the next record be dropped? Counted, and said the first time."""
+        """Must the values of the next entry be dropped? Counts them; warns the first time."""
         if self.since is None or size <= LIMIT:
             return False
         self.dropped += 1
@@ -58,7 +58,7 @@ class Outage:
         return True
 
     def tell(self, error: LedgerError) -> None:
-        """Say it once for each outage."""
+        """Warn, once for each outage."""
         if not self._told:
             self._told = True
             self._warn(
@@ -75,7 +75,7 @@ class Outage:
             )
 
     def forked(self, pid: int) -> bool:
-        """Is this a forked child of the writer, process ``pid``? Said the first time."""
+        """Is this a forked child of the writer, process ``pid``? Warns the first time."""
         if pid == os.getpid():
             return False
         if not self._told_forked:

@@ -52,7 +52,7 @@ class Columns:
         return file_columns(self.estimators, self.targets)[estimator * Q : (estimator + 1) * Q]
 
     def schema(self, kind: str, ids: str | None) -> pa.Schema:
-        """What a file of this kind must look like."""
+        """Returns the Arrow schema that a file of this kind must have."""
         if kind == "values":
             names = file_columns(self.estimators, self.targets)
             head = [("step", pa.int64()), ("id", pa.string() if ids == "string" else pa.int64())]
@@ -127,7 +127,7 @@ def steps_table(waiting: Sequence[BufferedEntry], columns: Columns) -> pa.Table:
 
 
 def content_hash(steps: pa.Table) -> str:
-    """SHA-256 of what a steps table says, however its file is laid out."""
+    """SHA-256 of the columns of a steps table, independent of the layout of its file."""
     digest = hashlib.sha256()
     for name, column in zip(steps.column_names, steps.columns, strict=True):
         digest.update(name.encode())
@@ -159,7 +159,7 @@ def _losses(audit: Audit | None, Q: int) -> np.ndarray:
 
 
 def arrow_ids(ids: Any) -> pa.Array:
-    """Ids as an Arrow array of int64 or string; anything else, or a mixture, is refused."""
+    """Returns ids as an Arrow array of int64 or string; refuses anything else, or a mixture."""
     array = np.asarray(ids)
     try:
         if array.dtype.kind in "iu":
@@ -208,7 +208,7 @@ def verify(folder: Path, kind: str, part: Part) -> None:
 
 
 def open_part(folder: Path, kind: str, part: Part, schema: pa.Schema) -> pq.ParquetFile:
-    """One file of a part that was verified, if its rows and columns are the expected ones."""
+    """Open one file of a verified part; refuse other rows or columns than expected."""
     file = folder / kind / f"{part.name}.parquet"
     rows = part.rows if kind == "values" else part.steps
     try:

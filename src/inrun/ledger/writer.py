@@ -79,7 +79,7 @@ class Store(Committed):
     ) -> Store:
         """Start a ledger in ``path``, or continue the one that a run with this config left there.
 
-        A continued ledger keeps all its records until ``load_state_dict`` (or ``truncate``) says
+        A continued ledger keeps all its entries until ``load_state_dict`` (or ``truncate``) says
         where the run goes on, or ``restart`` forgets them. ``overwrite`` accepts a ledger of a
         run with another config, to be restarted.
         """
@@ -87,7 +87,7 @@ class Store(Committed):
         fixed = {
             "format": FORMAT,
             "version": VERSION,
-            "config": files.as_json(config, "config"),
+            "config": files.json_value(config, "config"),
             "targets": check_targets(targets),
             "estimators": [str(e) for e in estimators],
         }
@@ -161,7 +161,7 @@ class Store(Committed):
             return
         with self._guard:
             self._writable()
-            self.info = self.info | files.as_json(sections, "run.json")
+            self.info = self.info | files.json_value(sections, "run.json")
             self._info_due = True
             self._attempt()
 
@@ -190,7 +190,7 @@ class Store(Committed):
     def append(self, entry: StepEntry) -> None:
         """Record one step. It reaches the disk with the first step after ``flush_seconds``.
 
-        If the disk refuses, this warns and keeps the record; ``flush``, ``state_dict`` and
+        If the disk refuses, this warns and keeps the entry; ``flush``, ``state_dict`` and
         ``close`` raise.
         """
         if self.outage.forked(self._pid):
@@ -244,7 +244,7 @@ class Store(Committed):
     def flush(self) -> None:
         """Write what is buffered: on disk, fsynced and committed when this returns.
 
-        If the disk refuses, the records stay in memory and the next flush tries again.
+        If the disk refuses, the entries stay in memory and the next flush tries again.
         """
         if not self._writing:
             return
@@ -272,7 +272,7 @@ class Store(Committed):
             self._merge(self._merge_above)
 
     def _settle(self) -> None:
-        """Before a change: is the folder still ours, and did the last change come through?"""
+        """Before a change: check that the folder is still ours and finish what was interrupted."""
         assert self._lock is not None
         if not self._lock.valid():
             self._take_again(self._lock)
@@ -288,7 +288,7 @@ class Store(Committed):
             self._info_due = False
 
     def _take_again(self, lock: WriterLock) -> None:
-        """Somebody deleted ``.lock`` or moved the folder: go on only if all is as we left it."""
+        """Lock again after ``.lock`` was deleted or the folder moved, if all is as we left it."""
         info = read_info(self.path) if self.path.is_dir() else None
         now = None if info is None else read_manifest(self.path, VERSION)
         if now is None or now not in (self._manifest, self._attempted):
@@ -299,7 +299,7 @@ class Store(Committed):
         lock.retake()
 
     def truncate(self, step: int) -> None:
-        """Forget every record from this step on (resuming from an older checkpoint)."""
+        """Forget every entry from this step on (resuming from an older checkpoint)."""
         with self._guard:
             self._writable()
             self._hold([e for e in self._buffer if e.entry.step < step])
@@ -330,7 +330,7 @@ class Store(Committed):
                     self._commit([*self._parts[: -len(small)], merged])
 
     def _merge(self, above: int) -> None:
-        """``compact`` if there are many small parts; if that fails, they stay as they are."""
+        """``compact`` if there are more than ``above`` small parts; a failure only warns."""
         if len(small := self._small()) <= above:
             return
         try:
@@ -390,7 +390,7 @@ class Store(Committed):
             raise LedgerError(f"{self.path} is closed, or open for reading only")
 
     def after_fork(self) -> None:
-        """In a forked child, where another thread may have held the guard."""
+        """Called in a forked child: another thread of the parent may have held the guard."""
         self._guard = threading.RLock()
         if self._lock is not None:
             self._lock.disown()

@@ -55,7 +55,7 @@ def as_ids(ids: Any, kind: type | None) -> tuple[np.ndarray, type]:
     if not plain:
         raise BatchError("run.batch got no ids: pass one per example")
     found: list[int] | list[str] = [_id(x, i, len(plain)) for i, x in enumerate(plain)]
-    kinds: dict[type, int] = {}  # and where each occurs first
+    kinds: dict[type, int] = {}  # type → position where it occurs first
     for i, x in enumerate(found):
         kinds.setdefault(type(x), i)
     if len(kinds) > 1 or (kind is not None and kind not in kinds):
@@ -136,12 +136,12 @@ def _encodable(text: str) -> bool:
     return True
 
 
-class Unscored:
-    """Parameters that the loss inside run.batch trains and that are not scored: of the model, but
-    not in the optimizer, or of something else than the model (a criterion of its own)."""
+class UnscoredParameters:
+    """Parameters that receive gradients inside run.batch and are not scored: those of the model
+    that are not in the optimizer, and those outside the model (of a criterion, say)."""
 
     def __init__(self) -> None:
-        self.outside: dict[str, tuple[Tensor, str]] = {}  # by a name, with the reason
+        self.outside: dict[str, tuple[Tensor, str]] = {}  # by name, with the reason
         self._known: dict[int, Tensor] = {}
 
     def look(
@@ -150,7 +150,7 @@ class Unscored:
         outsiders: Iterable[Tensor],
         optimizer: Optimizer,
     ) -> bool:
-        """After a batch: warn of those that have received a gradient for the first time."""
+        """After a batch: warn of those that have a gradient for the first time; were there any?"""
         found = []
         for name, (p, why) in left_out.items():
             if why == NOT_HELD and p.grad is not None and self._new(p):
@@ -179,14 +179,14 @@ class Unscored:
 
 
 class EmptyBatches:
-    """Blocks that ended and recorded nothing. Without a backward pass the batch does not count (a
-    loop skips those whose loss is not finite); with one it is a mistake."""
+    """Counts ``run.batch`` blocks that recorded nothing. Without a backward pass the batch does not
+    count (a loop may skip those whose loss is not finite); with one it is a mistake."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def ended(self, error: BatchError, backward: bool) -> None:
-        """``backward``: one ran in the block."""
+        """A block recorded nothing: raise ``error`` if ``backward()`` ran in it, else warn once."""
         if backward:
             raise error
         self.count += 1

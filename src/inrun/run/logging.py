@@ -1,6 +1,6 @@
 """One line that says how a run is doing, and the same numbers for TensorBoard and W&B.
 
-``Run`` keeps a small tally as it records, so that nothing here reads the ledger during training.
+``Run`` keeps running sums (``Tally``), so that nothing here reads the ledger during training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Summary:
-    """What makes a run say how it is doing: ``print(run)``, or ``run`` in a notebook cell."""
+    """Shows a run as one line: ``print(run)``, or ``run`` in a notebook cell."""
 
     tally: Tally  # running sums since the run began, or was resumed
 

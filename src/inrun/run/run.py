@@ -34,7 +34,7 @@ from inrun.run.bookkeeping import (
     EmptyBatches,
     MemoryLimit,
     Tally,
-    Unscored,
+    UnscoredParameters,
     as_ids,
     modules_of,
     trainable,
@@ -89,7 +89,7 @@ class Run(Summary, RunTables):
         self._unsettled: deque[tuple[StepEntry, Pending]] = deque()
         self._ledger_lock = threading.RLock()  # tables may be asked for in another thread
         self._taking: tuple[StepEntry, Score | Begun] | None = None  # inside optimizer.step()
-        self._empty, self._unscored = EmptyBatches(), Unscored()
+        self._empty, self._unscored = EmptyBatches(), UnscoredParameters()
         self._capture.on_empty, self._capture.held = self._empty.ended, held_by(optimizer)
         self.tally = Tally()
         self._id_type: type | None = None
@@ -340,7 +340,7 @@ class Run(Summary, RunTables):
         return self._ledger
 
     def _claim_ledger(self) -> None:
-        """Before the first record, continue the folder, overwrite it or raise LedgerError."""
+        """Before the first entry: continue the ledger, overwrite it or raise LedgerError."""
         if self._described:
             return
         last = self._ledger.last_step
@@ -382,7 +382,7 @@ class Run(Summary, RunTables):
     def _forget(self) -> None:
         for _, micro in self._micros:
             if micro is not None:
-                micro.records.clear()  # a kept loss keeps its graph alive, and that its MicroBatch
+                micro.records.clear()  # a loss that the loop keeps would keep the MicroBatch alive
         if self._check is not None:
             self._check.calls.clear()
         self._micros, self._memory.held = [], 0

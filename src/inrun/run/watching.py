@@ -1,4 +1,4 @@
-"""``watch``: what it takes, and what it refuses before anything begins."""
+"""``watch``: checks its arguments and makes a ``Run``."""
 
 from __future__ import annotations
 

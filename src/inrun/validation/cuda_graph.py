@@ -1,11 +1,11 @@
-"""The validation pass as a CUDA graph: recorded once, then replayed in every step.
+"""The validation pass as a CUDA graph: made once, then replayed in every step.
 
-At one sequence the pass is bound by the host, which launches hundreds of small kernels. A replay
-costs one launch. It repeats the kernels, not the Python that chose them, so it is used only where
-that Python sees nothing that can change unnoticed: the shapes of the batch, the addresses of the
-weights, plain attributes of the modules and plain numbers that the loss function refers to are
-compared before each replay; a loss that refers to anything else is never recorded. What cannot be
-recorded (the pass waits for the device, say) runs as usual.
+With a small batch the host is the bottleneck: it launches hundreds of small kernels. A replay costs
+one launch. It repeats the kernels, not the Python that chose them. So before each replay everything
+that this Python depends on is compared: the shapes of the batch, the addresses of the weights, the
+attributes of the modules and the numbers that the loss function refers to. A loss that refers to
+anything else gets no graph. Nor does a pass that cannot be one, because it waits for the device for
+example; it runs as usual.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from inrun.validation.reach import PLAIN, names_of
 
 Result = tuple[Tensor, Sequence[Tensor | None]]  # loss and gradients; None without dependence
 Pass = Callable[[Any, Sequence[Tensor]], Result]  # of a batch and the weights to differentiate by
-_BEFORE = 2  # usual passes before one is recorded: everything is compiled and warm by then
+_BEFORE = 2  # usual passes before a graph is made: by then everything is compiled
 
 
 @dataclass
@@ -47,7 +47,7 @@ class _Graph:
 
 
 class GraphCache:
-    """Graphs of passes that came before, replayed where nothing has changed."""
+    """The graphs of earlier passes, each replayed if nothing it depends on has changed."""
 
     def __init__(self, loss: Callable[..., Any]) -> None:
         self.state_of_loss = referred(loss)
@@ -94,7 +94,7 @@ class GraphCache:
             trial = trial_pass(compute, batch, weights, modules)
             found = usual()
             if not bool(found[0].isfinite()):
-                return found  # says nothing of the trial: next time
+                return found  # cannot be compared with the trial: next time
             if trial is not None and _same(trial[0], found[0]):
                 known = self._make(compute, leaves, spec, weights, modules)
         if known is None:
@@ -127,9 +127,9 @@ class GraphCache:
                     raise
         except Exception:
             if cause is not None and not isinstance(cause, Exception):
-                raise cause from None  # Ctrl-C, which the end of the recording has replaced
+                raise cause from None  # Ctrl-C, which torch.cuda.graph has replaced
         finally:
-            torch.cuda.set_stream(before)  # where it fails, torch leaves the recording's in force
+            torch.cuda.set_stream(before)  # after a failure torch leaves the graph's stream current
         if result is None:
             _settle(weights[0].device)
             return None
@@ -138,15 +138,18 @@ class GraphCache:
 
 
 def _same(trial: Tensor, usual: Tensor) -> bool:
-    """Is it the same loss but for rounding? Other kernels may have been chosen."""
+    """Are the losses the same up to rounding? The passes may have used different kernels."""
     return math.isclose(float(trial), float(usual), rel_tol=5e-3, abs_tol=1e-6)
 
 
 def trial_pass(
     compute: Pass, batch: Any, weights: Sequence[Tensor], modules: Sequence[nn.Module]
 ) -> Result | None:
-    """The pass as it would be recorded; None if that would fail or give something else: it waits
-    for the device, or a weight is found elsewhere than in the modules, or has hooks."""
+    """Run the pass as it would go into a graph.
+
+    Returns None if a graph would fail or give something else: the pass waits for the device, or a
+    weight is used that is not found in the modules, or a weight has hooks.
+    """
     if any(type(w) is not nn.Parameter or hooks_of_tensor(w) for w in weights):
         return None
     mode = torch.cuda.get_sync_debug_mode()
@@ -157,7 +160,7 @@ def trial_pass(
             torch.cuda.set_sync_debug_mode("error")
             with twins(modules, weights) as own:
                 loss, grads = compute(batch, [*own, *weights])
-        except Exception:  # one of the pass's own comes again in the usual pass
+        except Exception:  # an error of the pass itself comes again in the usual pass
             return None
         finally:
             torch.cuda.set_sync_debug_mode(mode)
@@ -168,11 +171,11 @@ def trial_pass(
 
 @contextmanager
 def twins(modules: Sequence[nn.Module], weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The modules with other parameters in the place of these, in the same memory.
+    """Inside, the modules hold new parameters in the place of ``weights``, on the same memory.
 
-    Autograd has a node for each parameter, which lives as long as any graph that it is in (that of
-    the training's loss, which a loop usually still holds) and belongs to the stream on which it was
-    made. A recording runs on a stream of its own and would fail.
+    Autograd keeps one node per parameter as long as any autograd graph uses it (the training's
+    loss, which a loop usually still holds). The node belongs to the stream on which it was made.
+    A CUDA graph is made on another stream and would fail with it.
     """
     own = {id(w): nn.Parameter(w.detach()) for w in weights}
     places = [
@@ -191,8 +194,10 @@ def twins(modules: Sequence[nn.Module], weights: Sequence[Tensor]) -> Iterator[l
 
 
 def _settle(device: torch.device) -> None:
-    """After a recording that failed: what went wrong in it must not be told of what comes next.
-    CUDA may still have it in store, and torch before 2.13 leaves its random numbers in it."""
+    """Clean up after a graph could not be made, so that later calls do not report its error.
+
+    CUDA may still hold the error, and torch before 2.13 leaves the random generator in graph mode.
+    """
     generator = torch.cuda.default_generators[device.index or 0]
     with suppress(RuntimeError):
         generator.graphsafe_set_state(generator.clone_state())
@@ -206,9 +211,9 @@ def _settle(device: torch.device) -> None:
 
 
 def attributes(modules: Sequence[nn.Module]) -> tuple[Any, ...] | None:
-    """A fingerprint of the plain attributes of modules, and of containers of such.
+    """Returns a fingerprint of the attributes of modules: numbers, text and containers of such.
 
-    None: a module has hooks, whose Python is not ours to leave out.
+    Returns None if a module has hooks: a replay would not call them.
     """
     found: list[Any] = []
     for i, module in enumerate(modules):
@@ -223,7 +228,7 @@ def attributes(modules: Sequence[nn.Module]) -> tuple[Any, ...] | None:
 
 
 def _fingerprint(x: Any, depth: int = 0) -> Any:
-    """Something hashable that changes with a plain value, or with a small container of such."""
+    """Returns something hashable that changes with a value or a small container of values."""
     kind = type(x)
     if kind in PLAIN:
         return kind, x
@@ -237,10 +242,11 @@ def _fingerprint(x: Any, depth: int = 0) -> Any:
 
 
 def referred(loss: Callable[..., Any]) -> Callable[[], tuple[Any, ...] | None] | None:
-    """What a function refers to outside its arguments, to be read again before each replay.
+    """Returns a function that reads the values ``loss`` refers to beside its arguments.
 
-    None, or later a reading of None: that is more than plain values, torch's functions and classes,
-    our classes, and functions of which the same is true.
+    It is called before each replay. It returns None, or is None itself, if ``loss`` refers to more
+    than plain values, torch's functions and classes, our classes, and functions that refer to no
+    more than these.
     """
 
     def read() -> tuple[Any, ...] | None:
@@ -274,7 +280,7 @@ def _read(function: Any, found: list[Any], seen: set[int]) -> bool:
 
 
 def _fixed(x: Any) -> bool:
-    """Part of torch, of Python itself or of this library."""
+    """Is it part of torch, of Python itself or of this library?"""
     if isinstance(x, types.ModuleType):
         name = x.__name__
     elif isinstance(x, (type, types.FunctionType, types.BuiltinFunctionType)):
@@ -282,6 +288,6 @@ def _fixed(x: Any) -> bool:
     else:
         return False
     library = name.split(".")[0]
-    if library == "inrun":  # what our functions refer to is read as that of others
+    if library == "inrun":  # the values that our own functions refer to are read as well
         return not isinstance(x, types.FunctionType)
     return library in ("torch", "builtins", "math", "typing", "collections")

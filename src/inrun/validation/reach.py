@@ -1,4 +1,4 @@
-"""What a validation pass may write to: everything it can reach from the model and the loss.
+"""Finds what a validation pass may write to: everything it can reach from the model and the loss.
 
 From every module: buffers, plain tensors, numbers and other attributes, containers and objects that
 hold such, hooks. From the loss function: the heads, criteria, tensors and generators that its
@@ -36,7 +36,7 @@ from inrun.torch_compat import (
 _DEPTH = 4  # objects and functions inside each other, from a module or a function on
 _DEEPEST = 16  # containers
 _LARGEST = 4096  # entries of a container whose entries are looked at
-# Types whose values can be compared, and can be told to have changed by that.
+# Types of plain values: comparing two of them shows whether anything has changed.
 PLAIN = frozenset([int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device])
 _NOTHING = PLAIN | {torch.Size, type, types.ModuleType, types.BuiltinFunctionType, slice, range}
 _BUILT_IN = frozenset([dict, OrderedDict, defaultdict, list, set, deque])
@@ -47,18 +47,18 @@ _STATELESS = frozenset([
     nn.ModuleList, nn.ModuleDict, nn.Flatten, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
     nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder,
 ])  # fmt: skip
-# Not state of the model, or the affair of other threads and libraries.
+# No state of the model, or used by other threads and libraries as well.
 _ALIEN = (Optimizer, LRScheduler, Dataset, DataLoader, Sampler)
 _LIBRARIES = frozenset(["torch", "numpy", "inrun", "logging", "threading", "_thread", "asyncio",
                         "concurrent", "tqdm", "weakref", "functools", "tokenizers", "datasets",
                         "lightning", "pytorch_lightning", "lightning_fabric", "accelerate",
                         "wandb", "deepspeed"])  # fmt: skip
-_SHARED = (random._inst, np.random.mtrand._rand)  # generators.py has them
+_SHARED = (random._inst, np.random.mtrand._rand)  # global: state.Generators has them
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
 
 class Reached:
-    """The result: see the attributes."""
+    """Everything that was found, by kind."""
 
     def __init__(self, modules: Iterable[nn.Module], loss: Callable[..., Any]) -> None:
         self.spaces: list[tuple[Any, Any]] = []  # containers, and copies of them
@@ -67,7 +67,7 @@ class Reached:
         self.cells: list[tuple[Any, Any]] = []  # closure cells and the tensors in them
         self.names: list[tuple[dict[str, Any], str, Tensor]] = []  # tensors in other namespaces
         self.tensors: dict[int, Tensor] = {}
-        self.statistics: set[int] = set()  # of normalisations, among the tensors
+        self.statistics: set[int] = set()  # those tensors that normalisations average
         self.plain: list[Any] = []  # values that the loss refers to
         self.generators: list[Any] = []
         self.arrays: list[np.ndarray] = []
@@ -77,8 +77,8 @@ class Reached:
         self._value(loss, 0, inside=False)
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """Changes whenever a plain value changes, or a tensor other than parameters and the
-        statistics of normalisations is written to."""
+        """Returns a key that changes whenever a plain value changes, or a tensor is written to
+        that is neither a parameter nor a running statistic of a normalisation."""
         plain = [
             tuple((k, v) for k, v in copy.items() if type(v) in PLAIN and k != "training")
             for _, copy in (*self.spaces, *self.slots)
@@ -126,7 +126,7 @@ class Reached:
             self.tensors[id(t)] = t
 
     def _value(self, x: Any, depth: int, inside: bool) -> None:
-        """``inside``: it belongs to a module."""
+        """Note a value and what it holds. ``inside``: it belongs to a module."""
         kind = type(x)
         if kind in _NOTHING or id(x) in self._seen or depth > _DEEPEST:
             return

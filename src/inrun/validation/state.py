@@ -53,9 +53,9 @@ from inrun.errors import ValidationError
 from inrun.torch_compat import foreach_copy_, parameters_of, version_of
 from inrun.validation.reach import Reached
 
-_LARGEST = 2**27  # bytes of a tensor that is copied
-_SMALL = 2**14  # numbers of a tensor that is copied in every step
-_ARRAY = 2**20  # bytes of a numpy array that is
+_LARGEST = 2**27  # bytes; a larger tensor is not copied
+_SMALL = 2**14  # numbers; a tensor up to this size is copied in every step
+_ARRAY = 2**20  # bytes; a larger numpy array is not copied
 _LEARNING = 2  # steps in which numbers are compared after each pass
 
 
@@ -65,7 +65,7 @@ class _Copy:
     copy: Tensor
     version: int  # of the tensor when it was copied
     small: bool
-    written: bool = False  # by a pass, at some time
+    written: bool = False  # has a pass ever written to it?
 
 
 class State:
@@ -84,7 +84,7 @@ class State:
 
     @contextmanager
     def kept(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """As before outside, whatever is written inside."""
+        """Put everything back at the end, whatever was written inside."""
         self._note(modules)
         self._clean = True
         try:
@@ -97,8 +97,8 @@ class State:
 
     @contextmanager
     def one_pass(self, model: nn.Module) -> Iterator[None]:
-        """Around a forward pass: one that writes to a parameter in place is refused. The weights
-        are those of the training, or of a point of the path that other passes share."""
+        """Around a forward pass: refuse one that writes to a parameter in place. The weights are
+        those of the training, or of a point of the path that other passes use as well."""
         before, self._clean = list(map(version_of, self._params)), False
         yield
         after = list(map(version_of, self._params))
@@ -113,11 +113,11 @@ class State:
             )
 
     def replayed(self) -> None:
-        """A pass ran that may have been the replay of a recording."""
+        """Tell that a pass ran without ``one_pass``: the replay of a CUDA graph."""
         self._clean = False
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """Of the state that is no parameter: see ``Reached.fingerprint``."""
+        """Returns a key of the state other than parameters: see ``Reached.fingerprint``."""
         assert self._reached is not None
         return self._reached.fingerprint()
 
@@ -204,9 +204,9 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _put_back(space: Any, before: Any) -> None:
-    """A container with the entries that it had, where they are others now.
+    """Give a container its earlier entries again if they have changed.
 
-    By the methods of the built-in type: a subclass (``collections.Counter``) may have changed them.
+    Uses the methods of the built-in type: a subclass (``collections.Counter``) may override them.
     """
     kind: Any = next(k for k in (OrderedDict, dict, list, deque, set) if isinstance(space, k))
     if kind is set:
@@ -246,13 +246,13 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def _others() -> dict[int, int | None]:
-    """The other threads that run Python, and the processor time that each has taken."""
+    """Returns the other threads that run Python and the processor time that each has used."""
     me = threading.get_ident()
     return {i: _clock(i) for i in sys._current_frames() if i != me}
 
 
 def _clock(thread: int) -> int | None:
-    """In nanoseconds; None where the system does not tell."""
+    """Returns processor time in nanoseconds; None if the system does not provide it."""
     try:  # no thread can end before this, as we hold the interpreter's lock
         return time.clock_gettime_ns(time.pthread_getcpuclockid(thread))
     except (AttributeError, OSError):
@@ -301,7 +301,7 @@ class Generators:
 
     @contextmanager
     def seeded(self, *key: int) -> Iterator[None]:
-        """Set by ``key`` inside and as before outside, as far as that harms no other thread."""
+        """Seed the generators by ``key``, restore them afterwards if that harms no other thread."""
         seed, others = hash(key) % 2**32, _others()
         sources = (*_HOST, _CUDA) if torch.cuda.is_initialized() else _HOST
         held = []
@@ -322,7 +322,7 @@ class Generators:
                 self._leave(source, state, drew, ours)
 
     def _leave(self, source: _Source, state: Any, drew: bool, ours: bool) -> None:
-        """``ours``: no other thread ran."""
+        """Restore a generator or not. ``drew``: it has moved; ``ours``: no other thread ran."""
         name, used = source.name, self._used.get(source.name)
         if not drew or ours:
             self._used[name] = drew or bool(used)

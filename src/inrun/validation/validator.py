@@ -90,13 +90,13 @@ class Validator:
         self._batches = [[tree_map(move, b) for b in bs] for bs in drawn]
 
     def look(self) -> None:
-        """Let the model see each batch on its own and whole, as the loss function gets it."""
+        """Run each batch through the model by itself and whole, as the loss function gets it."""
         if self.chunk is None:
             with self.evaluating():
                 self.losses()
 
     def losses(self) -> list[float]:
-        """ℓ of each target."""
+        """Returns ℓ of each target."""
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             return [float(self._loss_of(q)) for q in range(len(self.targets))]
 
@@ -104,7 +104,7 @@ class Validator:
         return torch.stack([w * self._loss(q, b).double() for w, b in self._parts(q)]).sum()
 
     def groups(self, params: Mapping[str, Tensor], verify: bool) -> list[list[int]]:
-        """Targets whose gradients are taken in one pass: all of them, or each on its own.
+        """Returns which targets share a pass for their gradients: all, or each has its own.
 
         ``verify``: measure again whether one pass for all is right.
         """
@@ -139,9 +139,9 @@ class Validator:
     def gradients(
         self, group: Sequence[int], params: Mapping[str, Tensor], keep: bool
     ) -> Gradients:
-        """ℓ of a group of targets and their gradients; zeros where there is no dependence.
+        """Returns ℓ of a group of targets and their gradients; zeros where there is no dependence.
 
-        ``keep``: they are to outlast the next pass, which may be a replay into the same memory.
+        ``keep``: copy them, because the next pass may be a replay into the same memory.
         """
         if len(group) > 1:
             return self._together(params)
@@ -174,7 +174,7 @@ class Validator:
     def _gradient(
         self, q: int, params: Sequence[Tensor], graphs: bool = True
     ) -> tuple[Tensor, list[Tensor]]:
-        # float16 gradients vanish or overflow without a scale: the largest that stays finite
+        # float16 gradients may vanish or overflow: use the largest scale that keeps them finite
         half = self.autocast is not None and self.autocast[1] and self.autocast[2] == torch.float16
         for scale in (2.0**16, 2.0**10, 2.0**4, 1.0) if half else (1.0,):
             total = torch.zeros((), dtype=torch.float64, device=params[0].device)
@@ -275,14 +275,14 @@ class Validator:
                 as_it_was(self.autocast),
                 uncached(),
             ):
-                # a reentrant checkpoint says so when a loss is measured without gradients
+                # a reentrant checkpoint warns so when a loss is measured without gradients
                 warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
                 yield
         finally:
             _set_training(modules, modes)
 
     def close(self) -> None:
-        """Let go of device memory and of the model."""
+        """Free device memory and drop references to the model."""
         self._graphs.close()
         self._sweep.close()
         self._state.close()
@@ -296,7 +296,7 @@ class Validator:
 
 
 def _set_training(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
-    """``module.training = mode``, without asking whether it is a parameter."""
+    """``module.training = mode``, without the slow ``Module.__setattr__``."""
     for module, mode in zip(modules, modes, strict=True):
         if "training" in vars(module):
             vars(module)["training"] = mode
@@ -314,7 +314,7 @@ def _times(loss: Tensor, factor: float) -> Tensor:
 
 
 def _backward(loss: Tensor, params: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """The gradients by ``backward()``, with the training's own put aside."""
+    """Returns gradients by ``backward()``; the training's own ``.grad`` is set aside meanwhile."""
     own = [p.grad for p in params]
     try:
         for p in params:

@@ -112,7 +112,7 @@ def select(sifted: Sifted, k: int, seed: int) -> dict[str, list[str]]:
 
 
 def draw(items: Iterable[str], n: int, seed: int) -> list[str]:
-    """``n`` of the items at random: the same ones whatever the Python and the company they keep."""
+    """Returns ``n`` items at random; the choice depends only on ``seed`` and the item itself."""
     pool = list(items)
     order = sorted(pool, key=lambda x: hashlib.sha256(f"{seed}\n{x}".encode()).digest())
     chosen = set(order[:n])
