@@ -31,7 +31,7 @@ def group_values(
     """
 
     def some(names: Sequence[str], qs: slice) -> list[Found]:
-        v = {k: _mean([p.of(k, qs) for p in points]) for k in names}
+        v = _mean([p.of(names, qs) for p in points])
         if next(iter(v.values())).is_cuda:  # once, for all kernels that will read them
             v = {k: rows_in_order(x) for k, x in v.items()}
         own, found = {k: G[k] for k in names}, []
@@ -95,8 +95,11 @@ def _pieces(
     yield piece
 
 
-def _mean(gradients: list[Tensor]) -> Tensor:
-    return gradients[0] if len(gradients) == 1 else torch.stack(gradients).mean(0)
+def _mean(points: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean over the points of each gradient."""
+    if len(points) == 1:
+        return points[0]
+    return {k: torch.stack([gradients[k] for gradients in points]).mean(0) for k in points[0]}
 
 
 def _each(f: LinearMap, v: Tensor) -> Tensor:

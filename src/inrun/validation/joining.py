@@ -204,7 +204,7 @@ def _error(found: Gradients, q: int, own: Mapping[str, Tensor]) -> Tensor:
     off, size = [], []
     with no_autocast(found.loss.device.type):
         for k, g in own.items():
-            joined = found.of(k, slice(q, q + 1))[0]
+            joined = found.of([k], slice(q, q + 1))[k][0]
             if found.scale is not None:
                 joined = joined * found.scale[q].to(joined.dtype)
             off.append((joined - g).norm().double())

@@ -33,7 +33,8 @@ class Gradients:
     """The loss of a group of targets (their mean) and their gradients, parameter by parameter."""
 
     loss: Tensor
-    of: Callable[[str, slice], Tensor]  # [targets, *W], perhaps a view of memory used again
+    # of(names, targets): gradients [targets, *W] by name, perhaps views of memory used again
+    of: Callable[[Sequence[str], slice], dict[str, Tensor]]
     scale: Tensor | None = None  # [targets]: factors that ``of`` does not include yet
 
 
@@ -68,7 +69,7 @@ class Sweep:
         at = {k: p.detach() for k, p in params.items()}  # the weights of the point
         return Gradients(
             value.detach(),
-            lambda k, qs: _gradient(micro, sizes, k, qs, at),
+            lambda names, qs: {k: _gradient(micro, sizes, k, qs, at) for k in names},
             scale.to(value.device, non_blocking=True),
         )
 

@@ -149,7 +149,7 @@ class Validator:
         if keep:
             loss, grads = loss.clone(), [g.clone() for g in grads]
         found = dict(zip(params, grads, strict=True))
-        return Gradients(loss, lambda k, qs: found[k].unsqueeze(0))
+        return Gradients(loss, lambda names, qs: {k: found[k].unsqueeze(0) for k in names})
 
     def _in_chunks(self, q: int, params: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The gradient of one target, in smaller chunks of rows where memory runs out."""
