@@ -80,14 +80,17 @@ class Validator:
         """Move every target on to its next ``per_step`` batches."""
         device = next(self.model.parameters()).device
         drawn = [t.take(self.per_step) for t in self.targets]
-        half = self.autocast is not None and self.autocast[1] and self.autocast[2] == torch.float16
-        alone = len(drawn) == 1 or self.chunk is not None or half
+        alone = len(drawn) == 1 or self.chunk is not None or self._float16()
         self._joint = None if alone else self._joining.join(drawn)
 
         def move(x: Any) -> Any:
             return x.to(device, non_blocking=True) if isinstance(x, Tensor) else x
 
         self._batches = [[tree_map(move, b) for b in bs] for bs in drawn]
+
+    def _float16(self) -> bool:
+        """Do the passes run under autocast to float16?"""
+        return self.autocast is not None and self.autocast[1] and self.autocast[2] == torch.float16
 
     def look(self) -> None:
         """Run each batch through the model by itself and whole, as the loss function gets it."""
@@ -174,9 +177,9 @@ class Validator:
     def _gradient(
         self, q: int, params: Sequence[Tensor], graphs: bool = True
     ) -> tuple[Tensor, list[Tensor]]:
+        """Returns ℓ of a target and its gradient. ``graphs``: a CUDA graph may be used."""
         # float16 gradients may vanish or overflow: use the largest scale that keeps them finite
-        half = self.autocast is not None and self.autocast[1] and self.autocast[2] == torch.float16
-        for scale in (2.0**16, 2.0**10, 2.0**4, 1.0) if half else (1.0,):
+        for scale in (2.0**16, 2.0**10, 2.0**4, 1.0) if self._float16() else (1.0,):
             total = torch.zeros((), dtype=torch.float64, device=params[0].device)
             grads: list[Tensor] = []
             with torch.enable_grad():
