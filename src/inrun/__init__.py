@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from inrun.errors import BatchError, CaptureError, ValidationError
     from inrun.exact.check import Check
     from inrun.gradients import register_op
-    from inrun.ledger.records import LedgerError
+    from inrun.ledger import LedgerError
     from inrun.ledger.saved import SavedRun
     from inrun.optimizers import register_optimizer
     from inrun.run.logging import log
@@ -29,7 +29,7 @@ _PLACES = {
     "CaptureError": "errors",
     "Check": "exact.check",
     "Layout": "tensors.layout",
-    "LedgerError": "ledger.records",
+    "LedgerError": "ledger",
     "Run": "run.run",
     "ValidationError": "errors",
     "by_label": "validation.targets",

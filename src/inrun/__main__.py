@@ -1,4 +1,4 @@
-"""``inrun`` and ``python -m inrun``: imports nothing heavy before Ctrl-C is heard."""
+"""``inrun`` and ``python -m inrun``: handles Ctrl-C before anything slow is imported."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def main(command: str = "inrun.cli.app:app") -> None:
 
 
 def _load(module: str, name: str) -> Any:
-    """Import the command. It takes seconds, in libraries that do not expect Ctrl-C in their midst.
+    """Import the command. This takes seconds, and Ctrl-C may interrupt a library's import.
 
-    Some of them answer it with an error of their own; nothing is open yet, so the process ends at
+    Some libraries turn it into an error of their own. Nothing is open yet, so the process ends at
     once instead.
     """
     from importlib import import_module

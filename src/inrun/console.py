@@ -1,4 +1,4 @@
-"""What a command says: JSON for machines or text for people.
+"""How commands print: JSON for machines or text for people.
 
 Ids, names and texts come from a ledger or a dataset, perhaps somebody else's. A terminal shows them
 and never obeys them: every command prints through ``safe``, ``as_json`` and ``console``.
@@ -18,7 +18,7 @@ import typer
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
 from rich.segment import Segment
 
-from inrun.ledger.records import LedgerError
+from inrun.ledger import LedgerError
 
 P = ParamSpec("P")
 
@@ -55,7 +55,7 @@ def as_json(data: Any) -> str:
 
 
 def clean(x: Any) -> Any:
-    """JSON has no NaN: null instead."""
+    """Returns a copy with null in the place of NaN, which JSON does not have."""
     if isinstance(x, dict):
         return {k: clean(v) for k, v in x.items()}
     if isinstance(x, list):
@@ -74,7 +74,7 @@ def say(json_wanted: bool, data: Any, shown: Any) -> None:
 
 
 def console(stderr: bool = False) -> Console:
-    """Where commands print. Nothing printed steers the terminal, even if ``safe`` was forgotten."""
+    """Returns the console of commands; it escapes control characters even without ``safe``."""
     made = Console(stderr=stderr, highlight=False)
     made.push_render_hook(_Inert())
     return made
@@ -103,7 +103,7 @@ class _Inert(RenderHook):
 
 
 class _InertPart:
-    """Renders as another part does, its text safe. Colours are styles, not text: they stay."""
+    """Wraps something to print and makes its text safe. Colours are styles, not text: they stay."""
 
     def __init__(self, part: ConsoleRenderable) -> None:
         self.part = part

@@ -31,7 +31,7 @@ class ValidationError(ValueError):
 
 
 def refusal(call: Call, outs: Sequence[Tensor], why: str) -> CaptureError:
-    """A parameter met the examples in an operation that cannot be scored."""
+    """For an operation of a parameter and examples that cannot be scored."""
     names = sorted({r for n in call.nodes if n is not None for r in n.roots})
     inputs = [tuple(x.shape) for x in call.leaves if isinstance(x, Tensor)]
     return CaptureError(
@@ -48,7 +48,7 @@ def refusal(call: Call, outs: Sequence[Tensor], why: str) -> CaptureError:
 
 
 def unproven_rows(name: str, operation: str) -> CaptureError:
-    """An input that has as many entries as the batch has examples, by chance or not."""
+    """For an input that has as many entries as the batch has examples, perhaps by chance."""
     return CaptureError(
         f"the model's input {name} has one entry for each id, and a parameter meets it in "
         f"'{operation}', but nothing shows that entry k belongs to ids[k]: no operation lays its "
@@ -60,7 +60,7 @@ def unproven_rows(name: str, operation: str) -> CaptureError:
 
 
 def list_of_examples(name: str, B: int, dim: int) -> CaptureError:
-    """As many tensors as examples, and each as long as that."""
+    """For a list of as many tensors as examples, each with as many entries."""
     return CaptureError(
         f"the model receives {name}, a list of {B} tensors that have size {B} in dimension {dim}: "
         f"with {B} ids each tensor may be one example, or hold a row of every example. Give the "
@@ -70,7 +70,7 @@ def list_of_examples(name: str, B: int, dim: int) -> CaptureError:
 
 
 def two_dimensions(name: str, shape: tuple[int, ...], batch_dim: int, dim: int) -> CaptureError:
-    """The loop has transposed its data, and the sizes coincide."""
+    """For an input two of whose dimensions could hold the examples: the loop has transposed it."""
     return CaptureError(
         f"the model receives {name} of shape {shape}, which the loop made inside run.batch(ids) by "
         f"moving the dimensions of a tensor: the examples may be in dimension {batch_dim}, as "
@@ -81,7 +81,7 @@ def two_dimensions(name: str, shape: tuple[int, ...], batch_dim: int, dim: int) 
 
 
 def random_parameter(operation: str, roots: Collection[str]) -> CaptureError:
-    """Dropout and the like on something made of parameters alone."""
+    """For dropout and the like on a tensor made of parameters alone."""
     names = sorted(roots)
     return CaptureError(
         f"parameter {', '.join(names)} goes through '{operation}' before it meets an example: its "
@@ -91,7 +91,7 @@ def random_parameter(operation: str, roots: Collection[str]) -> CaptureError:
 
 
 def written_to() -> CaptureError:
-    """Compiled graphs only: elsewhere a copy is kept."""
+    """For a tensor that is overwritten in a compiled graph; elsewhere a copy is kept."""
     return CaptureError(
         "a buffer that a parameter is combined with inside a compiled graph (a mask on weights, "
         "say) was written to in place before optimizer.step(), so what it held for an earlier "
@@ -101,7 +101,7 @@ def written_to() -> CaptureError:
 
 
 def nested(nodes: Collection[Any]) -> CaptureError:
-    """Rows of different lengths in one tensor."""
+    """For a nested tensor: rows of different lengths in one tensor."""
     names = sorted({r for n in nodes for r in n.roots})
     return CaptureError(
         f"parameter {', '.join(names)} meets a nested tensor (torch.nested, jagged or strided), "
@@ -112,8 +112,8 @@ def nested(nodes: Collection[Any]) -> CaptureError:
 
 
 def transformed(names: Collection[str]) -> CaptureError:
-    """Inside vmap the examples' dimension cannot be seen, inside grad a gradient is not one of the
-    training."""
+    """For torch.func: vmap hides the examples' dimension, and gradients inside grad are not those
+    of the training."""
     return CaptureError(
         f"parameter {', '.join(sorted(names))} is used inside a transformation of torch.func "
         "(vmap, grad, jvp, ...), where inrun cannot tell the examples apart. Call the model on the "
@@ -124,7 +124,7 @@ def transformed(names: Collection[str]) -> CaptureError:
 
 
 def unseen_function(name: str, names: Sequence[str]) -> CaptureError:
-    """torch shows us what happens inside a custom autograd function, but not its derivative."""
+    """For a custom autograd function: torch shows what it computes, but not its derivative."""
     function = name.removesuffix("Backward")
     loha = "This is peft's LoHa: use LoKr or LoRA. " if function.startswith("Hada") else ""
     return CaptureError(
@@ -136,7 +136,7 @@ def unseen_function(name: str, names: Sequence[str]) -> CaptureError:
 
 
 def complex_parameters(names: Sequence[str]) -> CaptureError:
-    """Update maps are functions of real numbers."""
+    """For complex parameters: update maps are functions of real numbers."""
     return CaptureError(
         f"parameter {', '.join(names[:5])} is complex, and the optimizer's update of complex "
         "numbers cannot be scored. Keep it as a real parameter of pairs, "
@@ -147,7 +147,7 @@ def complex_parameters(names: Sequence[str]) -> CaptureError:
 
 
 def nothing_recorded(B: int, batch_dim: int, shapes: Sequence[tuple[int, ...]]) -> BatchError:
-    """``shapes``: what entered the forward pass, if no parameter met an example."""
+    """For a batch without records. ``shapes``: the inputs, if no parameter met an example."""
     if shapes:
         return BatchError(
             f"run.batch got {B} ids, but no tensor that entered the model has size {B} in "

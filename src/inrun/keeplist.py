@@ -15,11 +15,11 @@ from typing import Any
 import pandas as pd
 
 from inrun.console import safe
-from inrun.ledger.records import LedgerError
+from inrun.ledger import LedgerError
 
 SUFFIXES = (".parquet", ".csv", ".json", ".txt")
-# A cell that begins so is a formula to a spreadsheet. It gets an apostrophe, the mark of text, and
-# so does one that begins with an apostrophe, which tells the two apart.
+# A spreadsheet takes a cell that begins like this for a formula. It gets an apostrophe, which marks
+# text; so does one that begins with an apostrophe, so that reading can undo it.
 FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠", "\t", "\r", "\n", "'")
 
 

@@ -1,4 +1,4 @@
-"""Files that commands write: never over what is somebody's, and whole or not there at all."""
+"""Files that commands write: never over a file that is not theirs, and never half of a file."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ def check_output(
 
 
 def special(path: Path) -> bool:
-    """A pipe, a terminal or another device: there is nothing to write over."""
+    """Is it a pipe, a terminal or another device? Then there is nothing to write over."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def write_output(path: Path, content: bytes, replace: bool = True) -> int:
     """Write a file at once or not at all; returns its size.
 
-    A draft beside it, on the disk, takes its place. Unless ``replace``, a file that appeared there
-    meanwhile is not replaced.
+    The file is written beside it under another name, fsynced and renamed. Unless ``replace``, a
+    file that appeared there meanwhile is not replaced.
     """
     if special(path):
         return path.write_bytes(content)
@@ -96,14 +96,14 @@ def _link(draft: Path, file: Path) -> bool:
 
 
 def _same(path: Path, other: Path) -> bool:
-    """The same file, by whatever name, or a file of a folder that is read."""
+    """Is ``path`` the same file as an input, by whatever name, or inside a folder that is one?"""
     if not path.exists() or not other.exists():
         return path.resolve() == other.resolve()
     return path.samefile(other) or other.resolve() in path.resolve().parents
 
 
 def _ledger_of(file: Path) -> Path | None:
-    """The ledger that a file belongs to, by its place and name, there or not yet."""
+    """Returns the ledger that a file would belong to by its place and name, None if to none."""
     folder = file.parent
     if file.name in LEDGER_FILES and _is_ledger(folder):
         return folder

@@ -212,7 +212,7 @@ def test_a_loss_that_is_kept_keeps_no_records():
     with run.batch(range(N)):
         loss = square(model, x)
         loss.backward()
-    ((_, micro),) = run._pending
+    ((_, micro),) = run._micros
     assert micro.records
     optimizer.step()
     assert loss.grad_fn is not None and not micro.records
@@ -389,4 +389,4 @@ def test_closing_inside_a_batch_keeps_nothing():
     with run.batch(range(6)):
         square(model, x).backward()
         run.close()
-    assert not run._pending and not run._scorer.accumulated._held
+    assert not run._micros and not run._scorer.accumulated._held

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from inrun.cli.app import app
-from inrun.ledger.records import Audit, StepRecord
+from inrun.ledger.entries import Audit, StepEntry
 from inrun.ledger.saved import Store, open_run
 from inrun.report import metrics
 
@@ -24,7 +24,7 @@ def make_run(path, seed=0, kind=int):
         values = rng.normal(size=(2, 2, 8)) * 1e-3 + (ids - 25) * 1e-4
         audit = Audit(np.full(2, 2.0), np.full(2, 1.9), np.full(2, 1.8)) if step % 10 == 0 else None
         named = ids if kind is int else np.array([f"x{i}" for i in ids], object)
-        store.append(StepRecord(step, named, values if step else None, 0.1, audit=audit))
+        store.append(StepEntry(step, named, values if step else None, 0.1, audit=audit))
     store.close()
     return str(path)
 

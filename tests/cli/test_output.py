@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from inrun.cli.app import app
 from inrun.keeplist import SUFFIXES, read_ids, write_ids
-from inrun.ledger.records import LedgerError, StepRecord
+from inrun.ledger import LedgerError
+from inrun.ledger.entries import StepEntry
 from inrun.ledger.saved import Store, open_run
 from inrun.output import OutputError, check_output, write_output
 from inrun.report import is_report, write_report
@@ -36,7 +37,7 @@ def refused(message, *args):
 @pytest.fixture
 def run(tmp_path):
     store = Store.create(tmp_path / "run", {}, ["a"], ["secant"])
-    store.append(StepRecord(0, np.arange(10), np.arange(10.0)[None, None], 0.1))
+    store.append(StepEntry(0, np.arange(10), np.arange(10.0)[None, None], 0.1))
     store.close()
     return tmp_path / "run"
 
@@ -216,7 +217,7 @@ def test_prune_writes_ids_that_read_back(tmp_path, suffix):
     ids = np.array([*ODD, "hurt"], object)
     store = Store.create(tmp_path / "run", {}, ["a"], ["secant"])
     values = np.where(ids == "hurt", -1.0, 1.0)
-    store.append(StepRecord(0, ids, values[None, None], 0.1))
+    store.append(StepEntry(0, ids, values[None, None], 0.1))
     store.close()
     file = tmp_path / f"keep{suffix}"
     ratio = 1 / len(ids)

@@ -23,7 +23,7 @@ import inrun
 from inrun import console as terminal
 from inrun.cli.app import app
 from inrun.console import as_json, excerpt, safe
-from inrun.ledger.records import Audit, StepRecord
+from inrun.ledger.entries import Audit, StepEntry
 from inrun.ledger.saved import Store, open_run
 from inrun.report import write_report
 from inrun.run.logging import Tally, _named
@@ -99,8 +99,8 @@ def run(tmp_path_factory):
     for step in range(3):
         values = np.arange(24.0).reshape(2, 2, 6) - 10
         losses = (np.full(2, 2.0), np.full(2, 1.9), np.full(2, 1.8))
-        store.append(StepRecord(step, ids, values, 0.1, audit=Audit(*losses)))
-    store.append(StepRecord(3, ids, None, 0.1, void=HOSTILE))
+        store.append(StepEntry(step, ids, values, 0.1, audit=Audit(*losses)))
+    store.append(StepEntry(3, ids, None, 0.1, void=HOSTILE))
     store.close()
     return folder
 
@@ -177,7 +177,7 @@ def test_the_report_holds_half_a_surrogate_pair_as_a_question_mark(tmp_path):
 
 def test_long_ids_hide_no_numbers(tmp_path):
     store = Store.create(tmp_path / "run", {}, ["a"], ["secant"])
-    store.append(StepRecord(0, np.array(["x" * 150], object), np.array([[[0.25]]]), 0.1))
+    store.append(StepEntry(0, np.array(["x" * 150], object), np.array([[[0.25]]]), 0.1))
     store.close()
     shown = CliRunner().invoke(app, ["top", str(tmp_path / "run")]).stdout
     assert "0.25" in shown and shown.count("x") == 150 and "…" not in shown

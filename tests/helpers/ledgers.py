@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from inrun.ledger.entries import Audit, MemoryLedger, StepEntry
 from inrun.ledger.files import signed
-from inrun.ledger.records import Audit, MemoryLedger, StepRecord
 from inrun.ledger.saved import Store
 
 TABLES = ("values", "history", "harm", "steps")
@@ -21,7 +21,7 @@ def records(n, targets=2, estimators=1, seed=0, batch=4, pool=12, first=0):
     for step in range(first, first + n):
         ids = rng.choice(pool, batch, replace=False).astype(np.int64)
         audit = Audit(*(rng.normal(size=targets) for _ in range(3))) if step % 3 == 0 else None
-        yield StepRecord(step, ids, rng.normal(size=(estimators, targets, batch)), 0.1, audit=audit)
+        yield StepEntry(step, ids, rng.normal(size=(estimators, targets, batch)), 0.1, audit=audit)
 
 
 def write(path, rows, targets=("a", "b"), estimators=("secant",), flush=5):

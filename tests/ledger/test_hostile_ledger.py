@@ -25,9 +25,8 @@ from helpers.ledgers import (
     tables,
     write,
 )
-from inrun.ledger import files
+from inrun.ledger import LedgerError, files
 from inrun.ledger import tables as reading
-from inrun.ledger.records import LedgerError
 from inrun.ledger.saved import Store, open_run
 
 ROWS = list(records(20))

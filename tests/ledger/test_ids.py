@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import inrun
-from inrun.ledger.records import RESERVED, MemoryLedger, StepRecord
+from inrun.ledger.entries import MemoryLedger, StepEntry
 from inrun.ledger.saved import Store, open_run
+from inrun.ledger.tables import RESERVED
 from inrun.run.bookkeeping import as_ids
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
@@ -108,7 +109,7 @@ TARGETS = st.lists(
 
 def record(step, ids, E, Q):
     values = np.arange(E * Q * len(ids), dtype=float).reshape(E, Q, len(ids)) + step
-    return StepRecord(step, as_ids(ids, None)[0], values, 0.1)
+    return StepEntry(step, as_ids(ids, None)[0], values, 0.1)
 
 
 @given(IDS, TARGETS)

@@ -8,24 +8,19 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from inrun.ledger.records import (
-    Audit,
-    LedgerError,
-    MemoryLedger,
-    StepRecord,
-    audit_summary,
-    step_row,
-)
+from inrun.ledger import LedgerError
+from inrun.ledger.entries import Audit, MemoryLedger, StepEntry, step_row
+from inrun.ledger.tables import audit_summary
 
 
 def small():
     ledger = MemoryLedger(["a", "b"])
     one, two = np.array([[1.0, -3.0], [3.0, -1.0]]), np.array([[2.0, 2.0], [0.0, 4.0]])
     audit = Audit(np.array([5.0, 7.0]), np.array([4.0, 6.0]), np.array([3.0, 6.0]))
-    ledger.append(StepRecord(0, np.array([10, 20]), one[None], 0.1, weight=2.0, audit=audit))
-    ledger.append(StepRecord(1, np.array([20, 30]), None, 0.1))
-    ledger.append(StepRecord(2, np.array([20, 10]), two[None], 0.1, weight=2.0))
-    ledger.append(StepRecord(3, np.array([40]), None, 0.1, void="skipped"))
+    ledger.append(StepEntry(0, np.array([10, 20]), one[None], 0.1, weight=2.0, audit=audit))
+    ledger.append(StepEntry(1, np.array([20, 30]), None, 0.1))
+    ledger.append(StepEntry(2, np.array([20, 10]), two[None], 0.1, weight=2.0))
+    ledger.append(StepEntry(3, np.array([40]), None, 0.1, void="skipped"))
     return ledger
 
 
@@ -45,9 +40,9 @@ def test_harm():
 
 def test_harm_needs_two_examples_and_finite_values():
     ledger = MemoryLedger(["v"])
-    ledger.append(StepRecord(0, np.array([1]), np.array([[[-1.0]]]), 0.1))
+    ledger.append(StepEntry(0, np.array([1]), np.array([[[-1.0]]]), 0.1))
     values = np.array([[[-1.0, 1.0, np.inf, np.nan]]])
-    ledger.append(StepRecord(1, np.array([2, 3, 4, 5]), values, 0.1))
+    ledger.append(StepEntry(1, np.array([2, 3, 4, 5]), values, 0.1))
     np.testing.assert_allclose(ledger.harm(0)["harm"], [np.nan, 1, 0, np.nan, np.nan])
 
 
@@ -60,7 +55,7 @@ def test_steps_and_their_sum():
     summary = audit_summary(steps)
     assert summary["audited"] == 1 and summary["batch_share"] == 0.5
     assert np.isnan(audit_summary(steps.iloc[1:])["explained"])
-    assert step_row(StepRecord(0, np.array([1]), None, 0.1), 0)["examples"] == 1
+    assert step_row(StepEntry(0, np.array([1]), None, 0.1), 0)["examples"] == 1
 
 
 def test_checkpoint_is_plain_and_exact():

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 import inrun
 from helpers.ledgers import assert_same, everything, expected, records, tables, write
-from inrun.ledger import files, lock, outage, writer
-from inrun.ledger.records import LedgerError, MemoryLedger
+from inrun.ledger import LedgerError, files, lock, outage, writer
+from inrun.ledger.entries import MemoryLedger
 from inrun.ledger.saved import Store, open_run
 
 
@@ -128,7 +128,7 @@ def test_a_table_in_a_second_thread_while_a_flush_is_written(tmp_path, monkeypat
 
 def test_tables_of_a_run_in_a_second_thread(tmp_path):
     run, go = watched(tmp_path / "run")
-    run._store.flush_seconds = 0.0
+    run._ledger.flush_seconds = 0.0
     read_beside(lambda: go(60), lambda: (run.values(), run.steps()))
     run.close()
     assert inrun.open(tmp_path / "run").steps()["step"].tolist() == list(range(60))
@@ -145,7 +145,7 @@ def full(*_, **__):
 def test_a_full_disk_does_not_stop_the_training(tmp_path, monkeypatch, call):
     calm, _ = watched(None, 9)
     run, go = watched(tmp_path / "run", 3)
-    run._store.flush_seconds = 0.0
+    run._ledger.flush_seconds = 0.0
     with monkeypatch.context() as patch:
         patch.setattr(files.os, call, full)
         with pytest.warns(UserWarning, match=r"No space left.*training goes on") as told:
@@ -235,7 +235,7 @@ def test_beyond_the_limit_values_are_dropped_loudly(tmp_path, monkeypatch):
 def test_a_folder_that_goes_away(tmp_path, how):
     run, go = watched(tmp_path / "run", 3)
     run.state_dict()
-    run._store.flush_seconds = 0.0
+    run._ledger.flush_seconds = 0.0
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     (tmp_path / "run").rename(tmp_path / "elsewhere")
     if how == "replaced":  # somebody else's ledger of the same name
@@ -380,7 +380,7 @@ store.close()
 AGAIN = """
 import sys
 sys.path[:0] = {path!r}
-from inrun.ledger.records import LedgerError
+from inrun.ledger import LedgerError
 from inrun.ledger.saved import Store
 try:
     Store.create({folder!r}, {{"lr": 0.1}}, ["a", "b"], ["secant"])
@@ -411,7 +411,7 @@ def test_what_waits_in_memory_is_one_copy(tmp_path):
     store, row = create(tmp_path / "run"), next(records(1))
     store.append(row)
     (held,) = store._buffer
-    assert held.record.values.base is held.values or held.values.base is held.record.values
+    assert held.entry.values.base is held.values or held.values.base is held.entry.values
     assert not np.shares_memory(held.values, row.values)
     store.close()
 

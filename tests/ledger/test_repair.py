@@ -21,7 +21,7 @@ from helpers.ledgers import (
     write,
 )
 from inrun.cli.app import app
-from inrun.ledger.records import LedgerError
+from inrun.ledger import LedgerError
 from inrun.ledger.repair import repair
 from inrun.ledger.saved import Store, open_run
 from inrun.report.facts import facts_of

@@ -17,8 +17,8 @@ import pandas as pd
 import pytest
 
 import inrun
-from inrun.ledger import committed, files, writer
-from inrun.ledger.records import Audit, LedgerError, MemoryLedger, StepRecord
+from inrun.ledger import LedgerError, committed, files, writer
+from inrun.ledger.entries import Audit, MemoryLedger, StepEntry
 from inrun.ledger.saved import Store, open_run
 
 ESTIMATORS = ["secant", "sgd"]
@@ -40,7 +40,7 @@ def make_records(n, targets=2, kind="int", seed=0, every=1.0, pool=40):
             audit = Audit(*(rng.normal(size=targets) + 1 for _ in range(3)))
         void = "non-finite" if scored and rng.random() < 0.1 else None
         values = values if scored and void is None else None
-        yield StepRecord(step, ids, values, 1e-3 / (step + 1), 1 / every, void, audit)
+        yield StepEntry(step, ids, values, 1e-3 / (step + 1), 1 / every, void, audit)
 
 
 def fill(path, records, targets=("a", "b"), config=None, flush=7):
@@ -86,8 +86,8 @@ def test_same_tables_as_memory(tmp_path, kind, targets, every):
 def test_never_scored_is_nan_and_counts_as_seen(tmp_path):
     ids = np.array([1, 2])
     records = [
-        StepRecord(0, ids, np.ones((2, 1, 2)), 0.1),
-        StepRecord(1, np.array([2, 3]), None, 0.1, void="skipped"),
+        StepEntry(0, ids, np.ones((2, 1, 2)), 0.1),
+        StepEntry(1, np.array([2, 3]), None, 0.1, void="skipped"),
     ]
     memory = MemoryLedger(["v"])
     store = fill(tmp_path / "run", records, ["v"])
@@ -104,7 +104,7 @@ def test_empty_and_unscored_ledgers(tmp_path):
     store = Store.create(tmp_path / "run", {}, ["a", "b"], ESTIMATORS)
     assert_same(tables(store, 0), tables(MemoryLedger(["a", "b"]), 0))
     memory = MemoryLedger(["a", "b"])
-    record = StepRecord(0, np.array([3, 4]), None, 0.1)
+    record = StepEntry(0, np.array([3, 4]), None, 0.1)
     memory.append(record)
     store.append(record)
     assert_same(tables(store, 0), tables(memory, 0))
@@ -308,7 +308,7 @@ def long_records():
     for step in range(STEPS):
         ids = rng.choice(200, 8, replace=False)
         values = rng.normal(size=(1, 2, 8))
-        yield StepRecord(step, ids, values if step % 5 else None, 0.1, 1.25)
+        yield StepEntry(step, ids, values if step % 5 else None, 0.1, 1.25)
 
 
 def write_until_killed(folder: str, checkpoint: str, last_life: str) -> None:
@@ -442,7 +442,7 @@ def test_damaged_parquet_names_the_file(tmp_path, how, kind):
 def test_ids_are_of_one_kind(tmp_path):
     store = Store.create(tmp_path / "run", {}, ["a"], ESTIMATORS)
     values = np.ones((2, 1, 2))
-    store.append(StepRecord(0, np.array([1, 2]), values, 0.1))
+    store.append(StepEntry(0, np.array([1, 2]), values, 0.1))
     bad = {
         "ids of this run are int64 and step 1 brought string": np.array(["x", "y"], object),
         "all int or all str, got int and str": np.array([1, "y"], object),
@@ -453,20 +453,20 @@ def test_ids_are_of_one_kind(tmp_path):
     }
     for message, ids in bad.items():
         with pytest.raises(LedgerError, match=message):
-            store.append(StepRecord(1, ids, values, 0.1))
+            store.append(StepEntry(1, ids, values, 0.1))
     with pytest.raises(LedgerError, match="values have shape"):
-        store.append(StepRecord(1, np.array([1]), values, 0.1))
-    store.append(StepRecord(1, np.array([7, 2], np.uint8), values, 0.1))
+        store.append(StepEntry(1, np.array([1]), values, 0.1))
+    store.append(StepEntry(1, np.array([7, 2], np.uint8), values, 0.1))
     assert store.values(0)["id"].tolist() == [1, 2, 7]
     store.close()
     with pytest.raises(LedgerError, match="closed"):
-        store.append(StepRecord(2, np.array([1, 2]), values, 0.1))
+        store.append(StepEntry(2, np.array([1, 2]), values, 0.1))
 
 
 def test_full_disk(tmp_path, monkeypatch):
     store = fill(tmp_path / "run", make_records(20))
     store.flush()
-    extra = [StepRecord(r.step + 20, r.ids, r.values, r.lr) for r in make_records(5, seed=1)]
+    extra = [StepEntry(r.step + 20, r.ids, r.values, r.lr) for r in make_records(5, seed=1)]
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

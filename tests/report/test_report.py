@@ -11,7 +11,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from inrun.ledger.records import Audit, LedgerError, StepRecord
+from inrun.ledger import LedgerError
+from inrun.ledger.entries import Audit, StepEntry
 from inrun.ledger.saved import Store, open_run
 from inrun.report import embed, render, write_report
 from inrun.report.data import payload
@@ -38,7 +39,7 @@ def make_run(path, n=60, steps=40, targets=("a", "b"), audit=True, kind=str):
         loss = np.full(len(targets), 2.0 - step / 50)
         measured = Audit(loss, loss - 0.01, loss - 0.02) if audit else None
         named = np.array([f"ex-{i}" for i in ids], object) if kind is str else ids
-        store.append(StepRecord(step, named, values, 1e-3, audit=measured))
+        store.append(StepEntry(step, named, values, 1e-3, audit=measured))
     store.close()
     return open_run(path)
 
@@ -122,11 +123,11 @@ def test_groups_and_heat(tmp_path):
 def test_small_and_odd_runs(tmp_path, case):
     store = Store.create(tmp_path / "run", {}, ["a"], ["secant"])
     if case == "unscored":
-        store.append(StepRecord(0, np.array([1, 2]), None, 0.1))
+        store.append(StepEntry(0, np.array([1, 2]), None, 0.1))
     elif case == "one":
-        store.append(StepRecord(0, np.array([1]), np.ones((1, 1, 1)), 0.1))
+        store.append(StepEntry(0, np.array([1]), np.ones((1, 1, 1)), 0.1))
     elif case == "huge ids":
-        store.append(StepRecord(0, np.array([2**60, 2**60 + 1]), np.zeros((1, 1, 2)), 0.1))
+        store.append(StepEntry(0, np.array([2**60, 2**60 + 1]), np.zeros((1, 1, 2)), 0.1))
     store.close()
     data = payload(open_run(tmp_path / "run"))
     assert "<h1" in render(data)
@@ -139,7 +140,7 @@ def test_a_few_megabytes_at_100000_examples(tmp_path):
     store = Store.create(tmp_path / "run", {}, ["a"], ["secant"])
     for step in range(10):
         ids = np.arange(step * 10_000, (step + 1) * 10_000)
-        store.append(StepRecord(step, ids, rng.normal(size=(1, 1, 10_000)) * 1e-4, 0.1))
+        store.append(StepEntry(step, ids, rng.normal(size=(1, 1, 10_000)) * 1e-4, 0.1))
     store.close()
     table = pd.DataFrame({"text": ["some words " * 50] * 100_000, "label": np.arange(100_000) % 10})
     table.to_parquet(tmp_path / "examples.parquet")

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from inrun.ledger.records import LedgerError
+from inrun.ledger import LedgerError
 from inrun.report.examples import load_examples, thumbnail
 
 TABLE = pd.DataFrame(

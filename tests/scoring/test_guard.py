@@ -555,7 +555,7 @@ def test_the_audit_is_the_loss_after_the_step():
     with run.batch(range(8)):
         loss(model, (X[:8], Y[:8])).backward()
     optimizer.step()
-    audit = run._book._records[0].audit
+    audit = next(iter(run._ledger)).audit
     assert audit.with_batch[0] == pytest.approx(float(loss(model, V).detach()), abs=1e-12)
     run.close()
 

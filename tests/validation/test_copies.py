@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
-from inrun.validation.copies import fresh
+from inrun.validation.targets import copy_batch
 
 X = torch.randn(40, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(1))
@@ -163,15 +163,15 @@ def test_copies():
     x = torch.ones(2, requires_grad=True)
     shared = [x.detach(), 1]
     batch = {"x": x, "a": shared, "b": shared, "same": x, "f": len, "m": nn.Linear(1, 1)}
-    made = fresh(batch)
+    made = copy_batch(batch)
     assert made["x"] is made["same"] is not x and made["x"].requires_grad and made["x"].is_leaf
     assert made["a"] is made["b"] is not shared and made["a"][0] is not shared[0]
     assert made["f"] is len and made["m"] is batch["m"]
     ring = Dict(x=x)
     ring["self"] = ring
-    again = fresh(ring)
+    again = copy_batch(ring)
     assert again["self"] is again and again["x"] is not x and type(again) is Dict
     packed = nn.utils.rnn.pack_padded_sequence(torch.randn(3, 2, 1), [3, 1])
-    other = fresh(packed)
+    other = copy_batch(packed)
     assert type(other) is type(packed) and other.data is not packed.data
     assert torch.equal(other.data, packed.data)

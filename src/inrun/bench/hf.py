@@ -45,7 +45,7 @@ def causal_model(name: str, length: int, vocab: int | None) -> tuple[nn.Module, 
                 f"--model hf:{kind}: neither a model type of transformers nor a folder with a "
                 "config.json"
             ) from None
-    for key, value in config.to_dict().items():  # examples would differ in luck, copies too
+    for key, value in config.to_dict().items():  # with dropout variants would differ by chance
         if "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)
     longest = getattr(config, "max_position_embeddings", None) or length
@@ -57,7 +57,7 @@ def causal_model(name: str, length: int, vocab: int | None) -> tuple[nn.Module, 
         if "Unrecognized" not in str(error):
             raise
         raise ValueError(f"--model hf:{kind}: transformers has no causal model of it") from None
-    model.loss_type = "ForCausalLM"  # GPT-2's head has another name, and transformers wonders
+    model.loss_type = "ForCausalLM"  # GPT-2's head has another name; transformers would warn
     return model, config.vocab_size
 
 

@@ -1,4 +1,4 @@
-"""What the numbers were measured with."""
+"""Describes the machine and the versions that numbers were measured with."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """Of the checkout that this code is in, with a plus where it was changed since. INRUN_COMMIT,
-    where it is set, says it instead: for copies whose history is missing or not theirs."""
+    """Returns the commit of the checkout that this code is in, with a plus if it was changed since.
+    INRUN_COMMIT overrides it, for copies of the code without their history."""
     if told := os.environ.get("INRUN_COMMIT"):
         return told
     here = Path(inrun.__file__).parent

@@ -1,4 +1,4 @@
-"""Times the variants: warm-up, rounds, medians, peak memory, stages; a failure is a row too."""
+"""Times the variants: warm-up, rounds, medians, peak memory, stages; a failure is a result too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tick = Callable[[str], None]  # called after each step with the mode and the var
 
 
 @dataclass
-class Row:
+class Measurement:
     """One variant in one mode."""
 
     mode: str
@@ -48,7 +48,7 @@ def _words(error: Exception) -> str:
 
 
 def time_steps(step: Callable[[], None], n: int, device: torch.device) -> list[float]:
-    """Milliseconds of n steps. On a GPU between events at their ends: nothing waits meanwhile."""
+    """Returns milliseconds of n steps; on a GPU between events, without waiting in between."""
     if device.type != "cuda":
         moments = [time.perf_counter()]
         for _ in range(n):
@@ -66,24 +66,24 @@ def time_steps(step: Callable[[], None], n: int, device: torch.device) -> list[f
 
 
 class Trial:
-    """One variant on its way to a row: built, warmed up, timed, looked into."""
+    """The measurement of one variant: build, warm up, time, then time the stages."""
 
     def __init__(
         self, problem: Problem, options: Options, mode: str, variant: str, tick: Tick
     ) -> None:
         self.problem, self.options, self.tick = problem, options, tick
-        self.row = Row(mode, variant)
+        self.result = Measurement(mode, variant)
         self._trainer: Trainer | None = None
 
     def attempt(self, part: Callable[..., None], *args: Any) -> None:
-        """A part of the trial; what goes wrong ends it and stays in its row."""
-        if self.row.status != "ok":
+        """Run a part of the trial; an error ends the trial and is kept in its result."""
+        if self.result.status != "ok":
             return
         try:
             part(*args)
         except Exception as error:
-            self.row.fail(error)
-        if self.row.status != "ok":  # here, where the error no longer holds on to tensors
+            self.result.fail(error)
+        if self.result.status != "ok":  # not inside except, where the error still refers to tensors
             self.close()
 
     @property
@@ -98,32 +98,32 @@ class Trial:
     def start(self) -> None:
         model = copy.deepcopy(self.problem.model).to(self.problem.device)
         optimizer = make_optimizer(self.options.optimizer, list(model.parameters()))
-        make = VARIANTS[self.row.variant]
-        self._trainer = make(self.problem, model, optimizer, self.row.mode == "compile")
+        make = VARIANTS[self.result.variant]
+        self._trainer = make(self.problem, model, optimizer, self.result.mode == "compile")
         for _ in range(self.options.warmup):
             self._step()
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
 
     def time(self, n: int) -> None:
-        self.row.rounds.append(time_steps(self._step, n, self.problem.device))
+        self.result.rounds.append(time_steps(self._step, n, self.problem.device))
 
     def finish(self) -> None:
-        row = self.row
+        result = self.result
         if self.on_gpu:
-            row.peak_bytes = torch.cuda.max_memory_allocated()
-            row.reserved_bytes = torch.cuda.max_memory_reserved()
+            result.peak_bytes = torch.cuda.max_memory_allocated()
+            result.reserved_bytes = torch.cuda.max_memory_reserved()
         with measured() as watch:
             for _ in range(LOOKED_INTO):
                 with watch.span("whole step"):
                     self._step()
-        row.stages_ms = {k: ms / LOOKED_INTO for k, ms in watch.milliseconds().items()}
-        row.message = self.trainer.remark()
+        result.stages_ms = {k: ms / LOOKED_INTO for k, ms in watch.milliseconds().items()}
+        result.message = self.trainer.remark()
         if self.options.verify and self.trainer.estimator is not None:
             try:
-                row.verify = verify(self.trainer)
-            except Exception as error:  # the times stand
-                row.verify = {"message": _words(error)}
+                result.verify = verify(self.trainer)
+            except Exception as error:  # the times are still right
+                result.verify = {"message": _words(error)}
         self.close()
 
     def close(self) -> None:
@@ -136,11 +136,11 @@ class Trial:
 
     def _step(self) -> None:
         self.trainer.step()
-        self.tick(f"{self.row.mode}: {self.row.variant}")
+        self.tick(f"{self.result.mode}: {self.result.variant}")
 
 
-def measurements(problem: Problem, options: Options, tick: Tick) -> Iterator[Row]:
-    """One row for each mode and variant.
+def measurements(problem: Problem, options: Options, tick: Tick) -> Iterator[Measurement]:
+    """One measurement for each mode and variant.
 
     Eager variants on a CPU take turns, round by round: its speed drifts. Elsewhere one follows the
     other: peak memory is that of a variant alone, and compiled code is not shared.
@@ -158,30 +158,31 @@ def measurements(problem: Problem, options: Options, tick: Tick) -> Iterator[Row
                     trial.attempt(trial.time, n)
             for trial in trials:
                 trial.attempt(trial.finish)
-                yield trial.row
+                yield trial.result
 
 
-def summary(row: Row, plain: Row | None, batch: int) -> dict[str, Any]:
-    """The numbers of a row; ratios are to plain training in the same mode.
+def summary(result: Measurement, plain: Measurement | None, batch: int) -> dict[str, Any]:
+    """The numbers of a measurement; ratios are to plain training in the same mode.
 
     ``ratio`` is of throughput, ``ratio_range`` its lowest and highest round.
     """
     out: dict[str, Any] = {
-        "mode": row.mode, "variant": row.variant, "status": row.status, "message": row.message,
-        "step_ms": None, "samples_per_s": None, "ratio": None, "ratio_range": None,
-        "peak_bytes": row.peak_bytes, "reserved_bytes": row.reserved_bytes, "memory_ratio": None,
-        "stages_ms": row.stages_ms, "verify": row.verify,
+        "mode": result.mode, "variant": result.variant, "status": result.status,
+        "message": result.message, "step_ms": None, "samples_per_s": None, "ratio": None,
+        "ratio_range": None, "peak_bytes": result.peak_bytes,
+        "reserved_bytes": result.reserved_bytes, "memory_ratio": None,
+        "stages_ms": result.stages_ms, "verify": result.verify,
     }  # fmt: skip
-    if row.status != "ok":
+    if result.status != "ok":
         return out
-    by_round = [float(np.median(r)) for r in row.rounds]
-    p10, median, p90 = np.percentile(np.concatenate(row.rounds), (10, 50, 90)).tolist()
+    by_round = [float(np.median(r)) for r in result.rounds]
+    p10, median, p90 = np.percentile(np.concatenate(result.rounds), (10, 50, 90)).tolist()
     out["step_ms"] = {"median": median, "p10": p10, "p90": p90, "rounds": by_round}
     out["samples_per_s"] = 1e3 * batch / median
     if plain is not None and plain.status == "ok":
         out["ratio"] = float(np.median(np.concatenate(plain.rounds))) / median
         ratios = [float(np.median(r)) / own for r, own in zip(plain.rounds, by_round, strict=True)]
         out["ratio_range"] = [min(ratios), max(ratios)]
-        if row.peak_bytes is not None and plain.peak_bytes:
-            out["memory_ratio"] = row.peak_bytes / plain.peak_bytes
+        if result.peak_bytes is not None and plain.peak_bytes:
+            out["memory_ratio"] = result.peak_bytes / plain.peak_bytes
     return out

@@ -1,4 +1,4 @@
-"""What is trained: a model by name, a batch and validation targets of seeded random data.
+"""The problem that is timed: a model by name, a batch and targets of seeded random data.
 
 Models take a batch as keyword arguments and return its loss (or an output that has one), so that
 ``torch.compile(model)`` compiles the loss too.

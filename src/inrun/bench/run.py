@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from inrun.bench import machine
-from inrun.bench.measure import LOOKED_INTO, Row, Tick, measurements, summary
+from inrun.bench.measure import LOOKED_INTO, Measurement, Tick, measurements, summary
 from inrun.bench.models import make_problem
 from inrun.bench.options import Options
 from inrun.bench.show import show
@@ -48,7 +48,7 @@ def run_bench(
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "rows": [],
     }
-    rows: list[Row] = []
+    rows: list[Measurement] = []
     with _progress(options, console) as tick:
         for row in measurements(problem, options, tick):
             rows.append(row)

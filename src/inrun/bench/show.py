@@ -1,4 +1,4 @@
-"""The result for people."""
+"""Prints the result of a benchmark as tables."""
 
 from __future__ import annotations
 

@@ -61,11 +61,11 @@ class Trainer:
             return self.problem.loss(self.called, batch)
 
     def values(self) -> np.ndarray:
-        """Of the examples of the last step: [Q, B]."""
+        """Returns the values of the last step: [Q, B]."""
         raise NotImplementedError
 
     def remark(self) -> str | None:
-        """What a reader of the times should know."""
+        """Returns a note for the reader of the times, None if there is nothing to say."""
         return None
 
     def close(self) -> None: ...

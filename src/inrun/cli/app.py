@@ -18,8 +18,8 @@ from inrun import open as open_run
 from inrun.bench.command import bench
 from inrun.console import Force, Json, console, excerpt, plain_errors, safe, say
 from inrun.console import as_json as json_text
+from inrun.ledger import LedgerError
 from inrun.ledger.command import repair_command
-from inrun.ledger.records import LedgerError
 from inrun.output import check_output, write_output
 from inrun.report import metrics
 from inrun.report.examples import load_examples

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import inrun
 from inrun.demo import stage
-from inrun.ledger.records import LedgerError
+from inrun.ledger import LedgerError
 from inrun.report import metrics
 
 EPOCHS = 20
@@ -196,7 +196,7 @@ def one_seed(seed: int, epochs: int, out: Path | None, console: Console) -> dict
 
 def demo(out: Path, seeds: Sequence[int], epochs: int, console: Console) -> dict[str, Any]:
     """Everything: train, rank, remove, train again, show."""
-    load(seeds[0])  # a missing extra is said before a folder is touched
+    load(seeds[0])  # fails before a folder is touched if an extra is missing
     folder = stage.fresh(out)
     flips = f"{FLIPPED:.0%} of the labels of 1,000 training digits are flipped"
     console.print(f"[bold]inrun demo: digits[/]\n{flips}. Who finds them?\n")

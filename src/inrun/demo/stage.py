@@ -19,11 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from inrun.console import safe
-from inrun.ledger.records import LedgerError
+from inrun.ledger import LedgerError
 from inrun.ledger.saved import open_run
 from inrun.output import LEDGER_FILES, LEDGER_FOLDERS
 from inrun.report import write_report
-from inrun.run.logging import Tally
+from inrun.run.bookkeeping import Tally
 from inrun.run.run import Run
 
 MARK = "demo.json"  # its presence says that a demo made the folder
@@ -31,7 +31,7 @@ OURS = (MARK, "examples.npz", "examples.jsonl", "report.html", *LEDGER_FILES)
 
 
 def fresh(folder: Path) -> Path:
-    """An empty place for the demo's ledger: removes what a demo wrote there, and nothing else."""
+    """Empty the demo's folder: remove what an earlier demo wrote there, and nothing else."""
     if folder.exists() and not folder.is_dir():
         raise LedgerError(f"{folder} is a file, not a folder")
     if folder.is_dir() and any(folder.iterdir()):

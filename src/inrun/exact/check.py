@@ -1,4 +1,4 @@
-"""``Run.check``: one step's values against exact Shapley values of the real thing."""
+"""``Run.check``: compares one step's values with exact Shapley values, by the real optimizer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Check:
     gradient_error: float = float("nan")
     credit_error: float = float("nan")
     unverified: str | None = None
-    recordings: list[Any] = field(default_factory=list, repr=False)  # of the armed step
+    calls: list[Any] = field(default_factory=list, repr=False)  # of the model in this step
     rounding: float = 1e-3  # what credit_error may be, by the precision of the model
 
     def fill(
@@ -69,7 +69,7 @@ class Check:
 
     @property
     def noise(self) -> float:
-        """Of the truth itself: ‖standard errors‖ / ‖exact‖; 0 where all coalitions were taken."""
+        """Noise of the exact values: ‖standard errors‖ / ‖exact‖; 0 with all coalitions."""
         if self.table is None or self.exact:
             return 0.0
         return float(
@@ -135,7 +135,7 @@ class Check:
 
 
 def _ratio(off: float, size: float) -> float:
-    """0 only where nothing is off."""
+    """Returns ``off / size``, where 0 / 0 is 0 and anything else / 0 is infinite."""
     return off / size if size else (0.0 if off == 0 else float("inf"))
 
 

@@ -1,7 +1,7 @@
 """Per-example gradients without the capture: every row of a batch goes through a copy of the model
 of its own, alone.
 
-``run.check()`` compares with these. The calls of the model inside ``run.batch`` are recorded, with
+``run.check()`` compares with these. The calls of the model inside ``run.batch`` are kept, with
 the gradient δ that the user's loss sent back to their outputs. A copy of the model then computes
 row k of the inputs alone; its outputs, contracted with row k of δ, give g_k. That the rows' outputs
 are those of the whole batch, and that the g_k add up to ``.grad``, is measured, not assumed.
@@ -32,7 +32,7 @@ class UnrepeatableError(Exception):
 
 
 @dataclass
-class RecordedCall:
+class ModelCall:
     """One call of the model: its inputs, its outputs, and the gradients that came back."""
 
     args: Any
@@ -44,16 +44,16 @@ class RecordedCall:
     random: bool = False
 
 
-class Recording:
+class ModelCalls:
     """The calls of the model inside one ``run.batch``."""
 
     def __init__(self, model: nn.Module, batch_dim: int) -> None:
-        self.model, self.batch_dim, self.calls = model, batch_dim, list[RecordedCall]()
+        self.model, self.batch_dim, self.calls = model, batch_dim, list[ModelCall]()
         self._inner = uncompiled(model)
         self._given: list[tuple[Any, Any, list[Tensor]]] = []
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def noting(self) -> Iterator[None]:
         before = self.model.register_forward_pre_hook(self._enter, with_kwargs=True)
         after = self.model.register_forward_hook(self._leave)
         try:
@@ -73,7 +73,7 @@ class Recording:
             return
         args, kwargs, state = self._given.pop()
         outputs = {k: t for k, t in named_tensors(out, "output") if t.requires_grad}
-        call = RecordedCall(args, kwargs, {k: t.detach().clone() for k, t in outputs.items()})
+        call = ModelCall(args, kwargs, {k: t.detach().clone() for k, t in outputs.items()})
         call.random = any(
             not torch.equal(a, b) for a, b in zip(state, _random_states(), strict=True)
         )
@@ -84,8 +84,8 @@ class Recording:
         self.calls.append(call)
 
     def settle(self) -> None:
-        """Of outputs that are made of other outputs only the last are needed; of logits and their
-        loss, the logits."""
+        """Of outputs that are computed from one another keep only the last; of logits and the loss
+        made of them, keep the logits."""
         for call in self.calls:
             rows = [k for k in call.deltas if call.outputs[k].ndim] or list(call.deltas)
             nodes = {k: call.nodes[k] for k in rows}
@@ -131,9 +131,9 @@ def verified_rows(
 
     Notes in the check how far the captured ones are from them, or why that is not known.
     """
-    recordings, check.recordings, check.rounding = check.recordings, [], rounding
+    calls, check.calls, check.rounding = check.calls, [], rounding
     try:
-        found = rows_alone(model, params, recordings, micros, captured)
+        found = rows_alone(model, params, calls, micros, captured)
         off = max(gradient_errors(G, found.rows).values()) if found.rows is not None else 0.0
         if not off <= rounding:
             raise UnrepeatableError(
@@ -149,7 +149,7 @@ def verified_rows(
 
 @dataclass
 class Independent:
-    """What the rows say when each is alone.
+    """The gradients that each row has alone.
 
     ``rows``: per-example gradients [B, *W] of the step by parameter; None where it draws random
     numbers. ``error``: how far the captured ones are from these, relative to their size.
@@ -160,7 +160,7 @@ class Independent:
 
 
 def rows_alone(
-    model: nn.Module, params: Mapping[str, Tensor], recorded: Sequence[Recording],
+    model: nn.Module, params: Mapping[str, Tensor], batches: Sequence[ModelCalls],
     micros: Sequence[MicroBatch], captured: Mapping[str, Tensor],
 ) -> Independent:  # fmt: skip
     """Per-example gradients of a step without the capture.
@@ -175,17 +175,17 @@ def rows_alone(
     total, start = sum(m.B for m in micros), 0
     rows = {k: p.new_zeros((total, *p.shape)) for k, p in params.items()}
     other = {k: torch.zeros_like(r) for k, r in rows.items()}
-    random = any(call.random for record in recorded for call in record.calls)
-    for record, micro in zip(recorded, micros, strict=True):
-        if not record.calls:
+    random = any(call.random for batch in batches for call in batch.calls)
+    for batch, micro in zip(batches, micros, strict=True):
+        if not batch.calls:
             raise UnrepeatableError("the model itself was not called inside run.batch")
-        record.settle()
+        batch.settle()
         here = slice(start, start + micro.B)
-        for call in record.calls:
+        for call in batch.calls:
             twin = copy.deepcopy(model)
             for module, training in zip(twin.modules(), call.modes, strict=True):
                 module.training = training and not random
-            dim = record.batch_dim
+            dim = batch.batch_dim
             _add(rows, here, named, _alone(twin, call, micro, dim, not random))
             if random:
                 _add(other, here, named, _captured_again(twin, call, micro, named, dim))
@@ -216,7 +216,7 @@ def _norms(rows: Mapping[str, Tensor]) -> Tensor:
 
 
 def _alone(
-    twin: nn.Module, call: RecordedCall, micro: MicroBatch, batch_dim: int, compare: bool
+    twin: nn.Module, call: ModelCall, micro: MicroBatch, batch_dim: int, compare: bool
 ) -> dict[str, Tensor]:
     """Each row through its own copy; only BatchNorm sees the others."""
     B = micro.B
@@ -256,8 +256,8 @@ def _compare(rows: Tensor, whole: Tensor) -> None:
         )
 
 
-def _by_row(tensors: Mapping[str, Tensor], call: RecordedCall, B: int, batch_dim: int) -> Tensor:
-    """What the model returned, or its gradients, as [B, …]."""
+def _by_row(tensors: Mapping[str, Tensor], call: ModelCall, B: int, batch_dim: int) -> Tensor:
+    """Returns outputs of the model, or their gradients, as [B, …]."""
     found = []
     for t in (tensors[k] for k in call.deltas):
         if t.ndim == 0:
@@ -271,7 +271,7 @@ def _by_row(tensors: Mapping[str, Tensor], call: RecordedCall, B: int, batch_dim
     return torch.cat(found, 1)
 
 
-def _outputs(out: Any, call: RecordedCall) -> dict[str, Tensor]:
+def _outputs(out: Any, call: ModelCall) -> dict[str, Tensor]:
     if not call.deltas:
         raise UnrepeatableError("no gradient came back to what the model returned")
     found = dict(named_tensors(out, "output"))
@@ -279,10 +279,10 @@ def _outputs(out: Any, call: RecordedCall) -> dict[str, Tensor]:
 
 
 def _captured_again(
-    twin: nn.Module, call: RecordedCall, micro: MicroBatch, named: Mapping[str, str],
+    twin: nn.Module, call: ModelCall, micro: MicroBatch, named: Mapping[str, str],
     batch_dim: int,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The same batch under a capture: what it credits to each row."""
+    """Run the same batch under a capture; returns the gradients that it gives each row."""
     watched = {n: p for n, p in twin.named_parameters() if n in named and p.requires_grad}
     capture = Capture(twin, watched, batch_dim=batch_dim)
     with torch.enable_grad(), as_it_was(micro.autocast), capture.batch(micro.B) as again:

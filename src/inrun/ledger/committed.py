@@ -1,32 +1,149 @@
-"""The parts of a ledger that count: read from the manifest, written and replaced through it."""
+"""The parts of a ledger that count: read from the manifest, written and replaced through it.
+
+``Committed`` reads the tables from the Parquet files of these parts. A part is read only if it is
+byte for byte what the manifest says.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from inrun.ledger import files
+from inrun.ledger import LedgerError, files
 from inrun.ledger.manifest import KINDS, Lost, Manifest, Part, part_name, read_manifest
-from inrun.ledger.parts import RUN, STEPS, VALUES, content_hash, open_part, verify
-from inrun.ledger.tables import SMALL_BYTES, ParquetTables
+from inrun.ledger.parts import (
+    LOSSES,
+    RUN,
+    STEPS,
+    VALUES,
+    Columns,
+    content_hash,
+    file_columns,
+    open_part,
+    verify,
+)
+from inrun.ledger.tables import STEP_COLUMNS, LedgerTables, Scan, audit_columns, unreadable
+
+BATCH_CELLS = 1 << 22  # numbers that are decoded at a time
+SMALL_BYTES = 64 << 20  # a smaller part may be merged with others, and deleted, while it is read
+Opened = Callable[[], pq.ParquetFile]
 
 
-class Committed(ParquetTables):
-    """What is on disk, without the records that still wait in memory."""
+class Committed(LedgerTables):
+    """What is on disk, without the entries that still wait in memory."""
 
     def __init__(self, path: Path, info: dict[str, Any]) -> None:
-        super().__init__(path, info["targets"], info["estimators"])
-        self.info = info
+        self.path, self.info = path, info
+        self.targets, self.estimators = list(info["targets"]), list(info["estimators"])
+        self.columns = Columns(tuple(self.estimators), tuple(self.targets))
+        self._ids: str | None = None  # "int64" or "string", None before the first id
         self._manifest = Manifest()  # as it is on disk
         self._attempted: Manifest | None = None  # perhaps on disk: writing it was interrupted
         self._restarting = False  # forget all parts with the next flush
         self._load()
+
+    def file(self, kind: str, name: str) -> Path:
+        return self.path / kind / f"{name}.parquet"
+
+    # -- reading ----------------------------------------------------------------------------
+
+    def sources(self) -> list[Part]:
+        """The parts to read now."""
+        raise NotImplementedError
+
+    def steady(self) -> contextlib.AbstractContextManager[Any]:
+        """While this is held, no part is replaced by a writer of this process."""
+        return contextlib.nullcontext()
+
+    def name(self) -> str:
+        return str(self.path)
+
+    def id_type(self) -> pa.DataType:
+        return pa.string() if self._ids == "string" else pa.int64()
+
+    def scans(self, n: int) -> list[Scan]:
+        copies = self._open("values", n)
+        return [partial(self._scan, parts) for parts in copies] if copies[0] else []
+
+    def steps(self, estimator: int) -> pd.DataFrame:
+        """One row per step, with the audit where there was one (means over targets)."""
+        tables = [self._read(part) for part in self._open("steps")[0]]
+        if not tables:
+            return pd.DataFrame(columns=list(STEP_COLUMNS))
+        raw = pa.concat_tables(tables)
+        losses = file_columns(LOSSES, self.targets)
+        A = np.stack([raw[c].to_numpy() for c in losses]).reshape(3, len(self.targets), -1)
+        total = raw[file_columns(["sum"], self.estimators)[estimator]].to_numpy()
+        columns = {name: raw[name].to_numpy() for name in ("step", "lr", "examples", "missed")}
+        columns |= {"sum": total, "void": np.array(raw["void"].to_pylist(), dtype=object)}
+        columns |= audit_columns(total, *A.mean(axis=1))
+        return pd.DataFrame(columns)[list(STEP_COLUMNS)]
+
+    def _scan(
+        self, parts: list[Opened], estimator: int, targets: Sequence[int], rows: int
+    ) -> Iterator[pa.RecordBatch]:
+        """Step, id, weight and the values of some targets, a limited number of rows at a time."""
+        names = self.columns.values(estimator)
+        columns = ["step", "id", "weight", *(names[q] for q in targets)]
+        rows = max(1, min(rows, max(1024, BATCH_CELLS // len(columns))))
+        for part in parts:
+            try:
+                for batch in part().iter_batches(rows, columns=columns):
+                    yield batch.select(columns)
+            except (pa.ArrowException, OSError) as error:
+                raise unreadable(self.path, error) from error
+
+    def _read(self, part: Opened) -> pa.Table:
+        try:
+            return part().read()
+        except (pa.ArrowException, OSError) as error:
+            raise unreadable(self.path, error) from error
+
+    def _open(self, kind: str, copies: int = 1) -> list[list[Opened]]:
+        """Open the files of one kind, verified; try again if a writer replaced them meanwhile.
+
+        A part that a writer may merge with others stays open, so that it can be read to the end
+        after it was deleted. Large ones are opened in turn: there may be more than a process may
+        hold open. ``copies`` are handles of their own, for readers that run side by side.
+        """
+        for attempt in range(3):
+            with self.steady():
+                parts = self.sources()
+                wanted = [p for p in parts if kind == "steps" or p.rows]
+                try:
+                    found = [self._opened(kind, p, copies) for p in wanted]
+                    return [[part[i] for part in found] for i in range(copies)]
+                except LedgerError:
+                    if attempt == 2 or not self._changed(parts):
+                        raise
+        raise AssertionError
+
+    def _opened(self, kind: str, part: Part, copies: int) -> list[Opened]:
+        schema = self.columns.schema(kind, self._ids)
+        verify(self.path, kind, part)
+        if sum(part.bytes) >= SMALL_BYTES:
+            return [lambda: open_part(self.path, kind, part, schema)] * copies
+        held = [open_part(self.path, kind, part, schema) for _ in range(copies)]
+        return [lambda f=f: f for f in held]  # type: ignore[misc]
+
+    def _changed(self, parts: list[Part]) -> bool:
+        """Did a writer replace the files that were being read?"""
+        try:
+            return parts != self.sources()
+        except LedgerError:
+            return False
+
+    # -- parts ------------------------------------------------------------------------------
 
     @property
     def _parts(self) -> list[Part]:
@@ -42,14 +159,14 @@ class Committed(ParquetTables):
         self._ids = self._manifest.ids
 
     def _lost_before(self, step: int) -> tuple[Lost, ...]:
-        """The lost parts that began before this step; one that goes on after it, by name only."""
+        """Returns the lost parts that began before this step; of one that contains it, the name."""
         found = [x for x in self._manifest.lost if x.first is None or x.first < step]
         return tuple(
             x if x.last is None or x.last < step else Lost(x.name, None, None, None) for x in found
         )
 
     def _steps_before(self, step: int) -> tuple[int, bool]:
-        """How many steps were recorded before this one, lost ones too, and whether that is sure."""
+        """Returns how many steps were recorded before this one, lost ones too; is that sure?"""
         lost = self._lost_before(step)
         known = sum(p.steps for p in self._parts if p.last < step)
         for part in self._parts:
@@ -63,7 +180,8 @@ class Committed(ParquetTables):
         return self._parts[large[-1] + 1 if large else 0 :]
 
     def _tables(self, kind: str, parts: Sequence[Part]) -> Iterator[pa.Table]:
-        """Verified, so that damage is never copied into a file with a new checksum."""
+        """Yields the tables of these parts. They are verified first: damage is never copied into a
+        file with a new checksum."""
         schema = self.columns.schema(kind, self._ids)
         for part in parts:
             verify(self.path, kind, part)
@@ -120,7 +238,7 @@ def tell_lost(folder: Path, lost: Sequence[Lost]) -> None:
 
 
 def _some(tables: Iterable[pa.Table], empty: pa.Table) -> Iterator[pa.Table]:
-    """The tables that have rows (others may have another type of id), or one without."""
+    """Yields the tables that have rows (empty ones may have another type of id), or ``empty``."""
     some = False
     for table in tables:
         if table.num_rows:

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: atomic writes, checksums, plain JSON, no links followed."""
+"""Writing and reading the files of a ledger: atomic writes, checksums, JSON, no links followed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from inrun.ledger.records import LedgerError
+from inrun.ledger import LedgerError
 
 GROUP_ROWS = 1 << 18  # rows of a Parquet row group: enough to scan fast, small enough to stream
 GROUP_CELLS = 1 << 23  # numbers of a row group: with many targets a group has fewer rows
 JSON_BYTES = 256 << 20  # a larger run.json or manifest.json is not ours
-CHECK = "check"  # key of the checksum that a JSON file of ours carries of its own content
+CHECK = "check"  # key under which a JSON file of a ledger holds its own checksum
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def replace(path: Path, write: Callable[[IO[bytes]], None]) -> int:
 
 
 class _Hashing(io.RawIOBase):
-    """Passes bytes on and keeps their SHA-256."""
+    """A file that passes bytes on to another and keeps their SHA-256."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self.sha256 = file, hashlib.sha256()
@@ -116,7 +116,7 @@ def sha256_of(file: Path) -> str:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
-    data = text.encode("utf-8", "backslashreplace")  # half a surrogate pair as JSON escapes it
+    data = text.encode("utf-8", "backslashreplace")  # half a surrogate pair becomes a JSON escape
 
     def write(file: IO[bytes]) -> None:
         file.write(data)
@@ -148,36 +148,36 @@ def read_json(path: Path, way_out: str = "") -> dict[str, Any] | None:
 
 
 def checksum(content: Mapping[str, Any]) -> str:
-    """Of a JSON file's content without its own checksum; spaces and line breaks do not matter."""
+    """SHA-256 of the entries of a JSON file except the checksum itself; layout does not matter."""
     rest = {k: v for k, v in content.items() if k != CHECK}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def signed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The content with its checksum, so that damage is noticed."""
+    """Returns the content with its checksum added, so that damage is noticed."""
     return {k: v for k, v in content.items() if k != CHECK} | {CHECK: checksum(content)}
 
 
-def plain(x: Any, where: str) -> Any:
-    """``x`` as JSON says it, so that what is written compares equal to what is read."""
+def json_value(x: Any, where: str) -> Any:
+    """Returns ``x`` as JSON would read it back, so that written and read values compare equal."""
     if x is None or isinstance(x, bool | int | str):
         return x
     if isinstance(x, np.generic):
-        return plain(x.item(), where)
+        return json_value(x.item(), where)
     if isinstance(x, float):
         return x if math.isfinite(x) else str(x)
     if isinstance(x, Path):
         return str(x)
     if isinstance(x, Mapping):
-        return {str(k): plain(v, f"{where}.{k}") for k, v in x.items()}
+        return {str(k): json_value(v, f"{where}.{k}") for k, v in x.items()}
     if isinstance(x, list | tuple):
-        return [plain(v, f"{where}[{i}]") for i, v in enumerate(x)]
+        return [json_value(v, f"{where}[{i}]") for i, v in enumerate(x)]
     raise LedgerError(f"{where} is a {type(x).__name__}; run.json holds only plain JSON values")
 
 
 @contextlib.contextmanager
 def disk(folder: Path, note: str) -> Iterator[None]:
-    """Say which ledger could not be written and what became of the records."""
+    """Turn errors of the disk into a LedgerError that names the ledger and ends with ``note``."""
     try:
         yield
     except (OSError, pa.ArrowException) as error:

@@ -1,4 +1,4 @@
-"""Whose folder is it: a ledger of this run, of another run, or not ours at all."""
+"""run.json, and whether a folder holds this run's ledger, another run's, or something else."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from inrun.ledger import files
+from inrun.ledger import LedgerError, files
 from inrun.ledger.manifest import KINDS, part_files
-from inrun.ledger.records import LedgerError, check_targets
+from inrun.ledger.tables import check_targets
 
 FORMAT, VERSION = "inrun-ledger", 2
 READABLE = (1, 2)  # 1: without checksums
@@ -56,7 +56,7 @@ def write_info(folder: Path, info: dict[str, Any]) -> None:
 
 
 def _fault(info: dict[str, Any]) -> str | None:
-    """What is wrong with the entries of run.json that inrun reads."""
+    """Returns what is wrong with the entries of run.json that inrun reads, None if nothing is."""
     if _deeper(info, DEEPEST):
         return f"its entries are nested more than {DEEPEST} deep"
     if missing := [k for k in ("config", "targets", "estimators") if k not in info]:
@@ -88,13 +88,13 @@ def _fault(info: dict[str, Any]) -> str | None:
 
 
 def _deeper(x: Any, levels: int) -> bool:
-    """Are there more levels of lists and groups than this?"""
+    """Are lists and dictionaries nested more than ``levels`` deep?"""
     inner = x.values() if isinstance(x, dict) else x if isinstance(x, list) else ()
     return any(levels == 0 or _deeper(y, levels - 1) for y in inner)
 
 
 def _is_text(x: Any) -> bool:
-    """A str that can be written as UTF-8 (JSON may hold halves of surrogate pairs)."""
+    """Is it a str that can be written as UTF-8? (JSON may hold halves of surrogate pairs.)"""
     if not isinstance(x, str):
         return False
     try:
@@ -105,7 +105,7 @@ def _is_text(x: Any) -> bool:
 
 
 def check(folder: Path, fixed: dict[str, Any], overwrite: bool = False) -> dict[str, Any] | None:
-    """run.json of the ledger to continue, None to start one; refuse what is not this run's."""
+    """Returns run.json of the ledger to continue, None to start one; refuses other folders."""
     if not folder.exists():
         return None
     if not folder.is_dir():
@@ -139,7 +139,7 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def no_strangers(folder: Path, known: set[str]) -> None:
-    """Refuse to write where parts lie that the manifest does not name: they may be records."""
+    """Refuse to write beside parts that the manifest does not name: they may hold entries."""
     for file in part_files(folder):
         if file.name.split(".")[0] not in known:
             raise LedgerError(
@@ -149,6 +149,6 @@ def no_strangers(folder: Path, known: set[str]) -> None:
 
 
 def begin(fixed: dict[str, Any]) -> dict[str, Any]:
-    """run.json of a run that begins now; ``run`` tells it from any other."""
+    """Returns run.json of a run that begins now; its ``run`` is unique."""
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return fixed | {"run": uuid4().hex, "created": created, "versions": files.versions()}

@@ -1,4 +1,4 @@
-"""One writer at a time: the lock of a ledger's folder, and what can happen to it."""
+"""The lock of a ledger's folder, which lets in one writer at a time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from weakref import WeakSet
 
 from filelock import FileLock, Timeout
 
-from inrun.ledger import files
-from inrun.ledger.records import LedgerError
+from inrun.ledger import LedgerError, files
 
 WAIT_FOR_DEAD = 15.0  # seconds that loader workers may outlive a killed writer and hold its lock
 
@@ -30,7 +29,7 @@ class WriterLock:
 
     def _acquire(self) -> None:
         for name in (".lock", ".writer"):
-            _plain_file(self.folder / name)
+            _refuse_link(self.folder / name)
         pid, started = _owner(self.folder)
         try:
             self._lock.acquire(timeout=0 if _alive(pid) else WAIT_FOR_DEAD if pid else 1.0)
@@ -94,15 +93,15 @@ class WriterLock:
     def disown(self) -> None:
         """In a forked child: give up our copy of the descriptor; the parent's lock stays."""
         context = getattr(self._lock, "_context", None)
-        fd = getattr(context, "lock_file_fd", None)  # None where filelock itself has seen to it
+        fd = getattr(context, "lock_file_fd", None)  # None where filelock has closed it already
         if fd is not None:
             with contextlib.suppress(OSError):
                 os.close(fd)
             context.lock_file_fd = None  # type: ignore[union-attr]
 
 
-def _plain_file(file: Path) -> None:
-    """A link under one of our names would let a stranger choose which file we write."""
+def _refuse_link(file: Path) -> None:
+    """Refuse a link under one of our names: it would choose which file we write."""
     try:
         mode = os.lstat(file).st_mode
     except FileNotFoundError:
@@ -113,7 +112,7 @@ def _plain_file(file: Path) -> None:
 
 
 def _owner(folder: Path) -> tuple[int, str]:
-    """Process and start time of the last writer; 0 where nothing sensible is on record."""
+    """Returns process and start time of the last writer; 0 if ``.writer`` is missing or broken."""
     try:
         with (folder / ".writer").open("rb") as file:
             words = file.read(64).decode("ascii").split()
@@ -139,7 +138,7 @@ def _started(pid: int) -> str:
 def _alive(pid: int) -> bool:
     if pid <= 0 or os.name != "posix" or _started(pid):
         return pid > 0
-    if Path(f"/proc/{pid}").exists():  # ended, and its parent has not taken note yet
+    if Path(f"/proc/{pid}").exists():  # ended; its parent has not waited for it yet
         return False
     try:
         os.kill(pid, 0)

@@ -1,9 +1,9 @@
-"""manifest.json: which parts count, in order of steps, and how to tell that they are whole.
+"""manifest.json: which parts count, in order of steps, and how damage to them is noticed.
 
     ids       "int64" or "string", null before the first id
     next      number of the part that is written next; what lies there now is an unfinished flush
     parts     name, first and last step, steps, rows, and size and SHA-256 of both files
-    replaced  parts of ours that are to be deleted: their records are in ``parts`` or forgotten
+    replaced  former parts, still to be deleted: their entries are in ``parts`` or were dropped
     lost      damaged parts that ``inrun repair`` has set aside
     check     SHA-256 of all of the above
 
@@ -19,8 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from inrun.ledger import files
-from inrun.ledger.records import LedgerError
+from inrun.ledger import LedgerError, files
 
 NAME = "manifest.json"
 KINDS = ("values", "steps")
@@ -42,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Lost:
-    """A part that was damaged and set aside; None is unknown."""
+    """A part that was damaged and set aside; None where a number is not known."""
 
     name: str
     first: int | None
@@ -64,7 +63,7 @@ class Manifest:
     lost: tuple[Lost, ...] = field(default=())
 
     def write(self, folder: Path) -> None:
-        files.write_json(folder / NAME, files.signed(files.plain(asdict(self), NAME)))
+        files.write_json(folder / NAME, files.signed(files.json_value(asdict(self), NAME)))
 
 
 def part_name(n: int) -> str:

@@ -1,10 +1,10 @@
-"""When a ledger cannot be written: training goes on, records wait in memory, nothing is silent.
+"""When a ledger cannot be written: training goes on, entries wait in memory, warnings say so.
 
-1. The first failure warns. The records stay in the buffer.
+1. The first failure warns. The entries stay in the buffer.
 2. Writing is tried again after ``pause`` seconds, twice as long after each failure.
-3. Beyond ``LIMIT`` bytes of waiting records the values of further steps are dropped. Such a step
-   stays on record as void, so that it is seen to be missing, and a second warning says so.
-4. ``flush``, ``state_dict``, ``close`` and the tables raise as long as records are not on disk.
+3. Beyond ``LIMIT`` bytes of waiting entries the values of further steps are dropped. Such a step
+   is recorded as void, so that the tables show the gap, and a second warning says so.
+4. ``flush``, ``state_dict``, ``close`` and the tables raise as long as entries are not on disk.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from inrun.ledger.parts import Row
-from inrun.ledger.records import LedgerError, StepRecord
+from inrun.ledger import LedgerError
+from inrun.ledger.entries import StepEntry
+from inrun.ledger.parts import BufferedEntry
 
-LIMIT = 1 << 30  # bytes of records that wait in memory
+LIMIT = 1 << 30  # bytes of entries that wait in memory
 LONGEST = 300.0  # seconds between two attempts
 LOST = "not recorded: the ledger could not be written and too many records waited in memory"
 
 
 class Outage:
-    """Whether the ledger can be written now, and what was said about it."""
+    """Whether the ledger can be written now, and which warnings were given."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -44,7 +45,7 @@ class Outage:
         self.since, self.pause, self._told = None, 0.0, False
 
     def full(self, size: int) -> bool:
-        """Must the next record be dropped? Counted, and said the first time."""
+        """Must the values of the next entry be dropped? Counts them; warns the first time."""
         if self.since is None or size <= LIMIT:
             return False
         self.dropped += 1
@@ -57,7 +58,7 @@ class Outage:
         return True
 
     def tell(self, error: LedgerError) -> None:
-        """Say it once for each outage."""
+        """Warn, once for each outage."""
         if not self._told:
             self._told = True
             self._warn(
@@ -74,7 +75,7 @@ class Outage:
             )
 
     def forked(self, pid: int) -> bool:
-        """Is this a forked child of the writer, process ``pid``? Said the first time."""
+        """Is this a forked child of the writer, process ``pid``? Warns the first time."""
         if pid == os.getpid():
             return False
         if not self._told_forked:
@@ -89,8 +90,8 @@ class Outage:
         warnings.warn(text, stacklevel=2)
 
 
-def void_row(record: StepRecord) -> Row:
-    """A step of which only the fact is kept that it took place."""
+def void_entry(entry: StepEntry) -> BufferedEntry:
+    """Returns an entry without values: it says only that the step took place."""
     ids = np.empty(0, np.int64)
-    given_up = replace(record, ids=ids, values=None, void=LOST, audit=None)
-    return Row(given_up, pa.array(ids), None)
+    given_up = replace(entry, ids=ids, values=None, void=LOST, audit=None)
+    return BufferedEntry(given_up, pa.array(ids), None)

@@ -1,4 +1,5 @@
-"""The two files of a part: what is in them, made of records, and opened only if they are whole."""
+"""The two Parquet files of a part: their columns, how they are made of entries, and how they are
+opened, only if they are undamaged."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from inrun.ledger import files
+from inrun.ledger import LedgerError, files
+from inrun.ledger.entries import Audit, StepEntry, step_row
 from inrun.ledger.manifest import KINDS, Part
-from inrun.ledger.records import Audit, LedgerError, StepRecord, step_row
 
 LOSSES = ("loss_before", "loss_without_batch", "loss_with_batch")
 RUN = "inrun.run"  # in the footers of both files: the run they belong to
@@ -26,10 +27,10 @@ VALUES, STEPS = "inrun.values.sha256", "inrun.steps.sha256"  # in that of steps,
 
 
 @dataclass(frozen=True)
-class Row:
-    """A record waiting for the next flush, copied and checked."""
+class BufferedEntry:
+    """An entry that waits in memory for the next flush, copied and checked."""
 
-    record: StepRecord
+    entry: StepEntry
     ids: pa.Array
     values: np.ndarray | None  # [E·Q, B] float64
 
@@ -51,7 +52,7 @@ class Columns:
         return file_columns(self.estimators, self.targets)[estimator * Q : (estimator + 1) * Q]
 
     def schema(self, kind: str, ids: str | None) -> pa.Schema:
-        """What a file of this kind must look like."""
+        """Returns the Arrow schema that a file of this kind must have."""
         if kind == "values":
             names = file_columns(self.estimators, self.targets)
             head = [("step", pa.int64()), ("id", pa.string() if ids == "string" else pa.int64())]
@@ -83,18 +84,20 @@ def file_columns(heads: Sequence[str], tails: Sequence[str]) -> list[str]:
     return names
 
 
-# -- from records -----------------------------------------------------------------------------
+# -- from entries -----------------------------------------------------------------------------
 
 
-def values_table(rows: Sequence[Row], columns: Columns, kind_of_ids: str | None) -> pa.Table:
+def values_table(
+    waiting: Sequence[BufferedEntry], columns: Columns, kind_of_ids: str | None
+) -> pa.Table:
     schema = columns.schema("values", kind_of_ids)
-    sizes = [len(row.ids) for row in rows]
+    sizes = [len(e.ids) for e in waiting]
     V = [np.full((len(schema) - 3, n), np.nan) for n in sizes]
-    V = [v if row.values is None else row.values for v, row in zip(V, rows, strict=True)]
-    weight = [np.nan if row.values is None else row.record.weight for row in rows]
-    ids = [row.ids for row in rows if len(row.ids)] or [pa.array([], schema.field("id").type)]
+    V = [v if e.values is None else e.values for v, e in zip(V, waiting, strict=True)]
+    weight = [np.nan if e.values is None else e.entry.weight for e in waiting]
+    ids = [e.ids for e in waiting if len(e.ids)] or [pa.array([], schema.field("id").type)]
     data = [
-        pa.array(np.repeat(np.array([row.record.step for row in rows], np.int64), sizes)),
+        pa.array(np.repeat(np.array([e.entry.step for e in waiting], np.int64), sizes)),
         pa.chunked_array(ids),
         pa.array(np.repeat(np.array(weight, np.float64), sizes), from_pandas=True),
         *(pa.array(v, from_pandas=True) for v in np.concatenate(V, axis=1)),
@@ -102,21 +105,21 @@ def values_table(rows: Sequence[Row], columns: Columns, kind_of_ids: str | None)
     return pa.table(data, schema=schema)
 
 
-def steps_table(rows: Sequence[Row], columns: Columns) -> pa.Table:
-    records = [row.record for row in rows]
+def steps_table(waiting: Sequence[BufferedEntry], columns: Columns) -> pa.Table:
+    entries = [e.entry for e in waiting]
     data: list[Any] = [
-        [r.step for r in records],
-        [float(r.lr) for r in records],
-        [len(r.ids) for r in records],
-        [float(r.weight) for r in records],
-        [r.values is not None for r in records],
-        [float(r.missed) for r in records],
-        [r.void for r in records],
+        [r.step for r in entries],
+        [float(r.lr) for r in entries],
+        [len(r.ids) for r in entries],
+        [float(r.weight) for r in entries],
+        [r.values is not None for r in entries],
+        [float(r.missed) for r in entries],
+        [r.void for r in entries],
     ]
     for e in range(len(columns.estimators)):
-        sums = np.array([step_row(r, e)["sum"] for r in records], np.float64)
+        sums = np.array([step_row(r, e)["sum"] for r in entries], np.float64)
         data.append(pa.array(sums, from_pandas=True))
-    A = np.array([_losses(r.audit, len(columns.targets)) for r in records])  # [steps, 3·Q]
+    A = np.array([_losses(r.audit, len(columns.targets)) for r in entries])  # [steps, 3·Q]
     data += [pa.array(loss, from_pandas=True) for loss in A.T]
     schema = columns.schema("steps", None)
     arrays = [pa.array(x, f.type) for x, f in zip(data, schema, strict=True)]
@@ -124,7 +127,7 @@ def steps_table(rows: Sequence[Row], columns: Columns) -> pa.Table:
 
 
 def content_hash(steps: pa.Table) -> str:
-    """SHA-256 of what a steps table says, however its file is laid out."""
+    """SHA-256 of the columns of a steps table, independent of the layout of its file."""
     digest = hashlib.sha256()
     for name, column in zip(steps.column_names, steps.columns, strict=True):
         digest.update(name.encode())
@@ -135,18 +138,18 @@ def content_hash(steps: pa.Table) -> str:
     return digest.hexdigest()
 
 
-def as_row(record: StepRecord, ids: pa.Array, columns: Columns) -> Row:
-    """A copy of a record, the only one that waits in memory; a wrong shape is refused."""
-    if record.values is None:
-        return Row(record, ids, None)
-    E, Q, B = shape = (len(columns.estimators), len(columns.targets), len(record.ids))
-    if record.values.shape != shape:
+def buffered(entry: StepEntry, ids: pa.Array, columns: Columns) -> BufferedEntry:
+    """Returns a copy of an entry, the only one that waits in memory; refuses a wrong shape."""
+    if entry.values is None:
+        return BufferedEntry(entry, ids, None)
+    E, Q, B = shape = (len(columns.estimators), len(columns.targets), len(entry.ids))
+    if entry.values.shape != shape:
         raise LedgerError(
-            f"step {record.step}: values have shape {record.values.shape}, not {shape} "
+            f"step {entry.step}: values have shape {entry.values.shape}, not {shape} "
             "(estimators, targets, examples)"
         )
-    values = np.array(record.values, np.float64)
-    return Row(replace(record, values=values), ids, values.reshape(E * Q, B))
+    values = np.array(entry.values, np.float64)
+    return BufferedEntry(replace(entry, values=values), ids, values.reshape(E * Q, B))
 
 
 def _losses(audit: Audit | None, Q: int) -> np.ndarray:
@@ -155,8 +158,8 @@ def _losses(audit: Audit | None, Q: int) -> np.ndarray:
     return np.concatenate([audit.before, audit.without_batch, audit.with_batch]).astype(np.float64)
 
 
-def as_ids(ids: Any) -> pa.Array:
-    """Ids as an Arrow array of int64 or string; anything else, or a mixture, is refused."""
+def arrow_ids(ids: Any) -> pa.Array:
+    """Returns ids as an Arrow array of int64 or string; refuses anything else, or a mixture."""
     array = np.asarray(ids)
     try:
         if array.dtype.kind in "iu":
@@ -205,7 +208,7 @@ def verify(folder: Path, kind: str, part: Part) -> None:
 
 
 def open_part(folder: Path, kind: str, part: Part, schema: pa.Schema) -> pq.ParquetFile:
-    """One file of a part that was verified, if its rows and columns are the expected ones."""
+    """Open one file of a verified part; refuse other rows or columns than expected."""
     file = folder / kind / f"{part.name}.parquet"
     rows = part.rows if kind == "values" else part.steps
     try:

@@ -1,9 +1,9 @@
-"""``inrun repair``: a new manifest from the parts that are whole. Deletes nothing.
+"""``inrun repair``: makes a new manifest of the undamaged parts. Deletes nothing.
 
 1. Every part in the folder is read in full: both files there, checksums (those of the old manifest,
    or those that the files carry), columns, and the same examples in both files.
-2. If the old manifest can be read, the whole ones among its parts count. If not, all whole parts
-   do; where two overlap, the later one: it replaced the other.
+2. If the old manifest can be read, the undamaged ones among its parts count. If not, all undamaged
+   parts do; where two overlap, the later one: it replaced the other.
 3. The new manifest is written, with the steps that are lost, and everything that does not count is
    moved to ``damaged/``.
 """
@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from inrun.ledger import files
+from inrun.ledger import LedgerError, files
 from inrun.ledger.folder import VERSION, intact, read_info, write_info
 from inrun.ledger.lock import WriterLock
 from inrun.ledger.manifest import (
@@ -36,7 +36,6 @@ from inrun.ledger.manifest import (
     read_manifest,
 )
 from inrun.ledger.parts import RUN, STEPS, VALUES, Columns, content_hash, open_part
-from inrun.ledger.records import LedgerError
 
 ASIDE = "damaged"
 NOTES = ((0, RUN), (1, RUN), (1, VALUES), (1, STEPS))  # file and key
@@ -157,7 +156,7 @@ def _examine(
 def _content(
     folder: Path, name: str, columns: Columns, sizes: Any, hashes: Any, run: Any
 ) -> tuple[Part, str | None]:
-    """Read both files to the end; do they speak of the same steps and examples?"""
+    """Read both files to the end and check that they hold the same steps and examples."""
     metadata = [pq.read_metadata(folder / kind / f"{name}.parquet") for kind in KINDS]
     notes = [(metadata[i].metadata or {}).get(k.encode()) for i, k in NOTES]
     if any(note is not None for note in notes):  # format 1 has none of them
@@ -192,7 +191,7 @@ def _content(
 def _agreeing(
     whole: dict[str, tuple[Part, str | None]], old: Manifest | None, bad: dict[str, str]
 ) -> list[Part]:
-    """The parts that count. Without a manifest the later of two that overlap has replaced it."""
+    """Returns the parts that count. Without a manifest, the later of two that overlap."""
     if old is not None:
         return [whole[p.name][0] for p in old.parts if p.name in whole]
     kept: list[Part] = []
@@ -214,7 +213,7 @@ def _agreeing(
 def _lost(
     folder: Path, bad: dict[str, str], listed: dict[str, Part], named: bool, kept: Sequence[Part]
 ) -> list[Lost]:
-    """Which steps are gone with the damaged parts, as far as that can be told."""
+    """Returns the steps that are lost with the damaged parts, as far as they are known."""
     found = []
     for name, why in bad.items():
         if name in listed:

@@ -8,25 +8,28 @@ from typing import Any
 
 import pandas as pd
 
-from inrun.ledger.records import Tables, audit_summary
+from inrun.ledger.entries import RunTables
+from inrun.ledger.tables import audit_summary
 from inrun.ledger.writer import Store
 
 __all__ = ["SavedRun", "Store", "open_run"]
 
 
-class SavedRun(Tables):
+class SavedRun(RunTables):
     """A finished or still running run, read from its ledger: the tables of the live ``Run``.
 
     Estimators go by name; None is the first that the run recorded.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._store = self._ledger = store
-        self.path = store.path
-        self.info: dict[str, Any] = store.info
-        self.targets: list[str] = store.targets
-        self.estimators: list[str] = store.estimators
-        self._names = store.estimators
+    _ledger: Store
+
+    def __init__(self, ledger: Store) -> None:
+        self._ledger = ledger
+        self.path = ledger.path
+        self.info: dict[str, Any] = ledger.info
+        self.targets: list[str] = ledger.targets
+        self.estimators: list[str] = ledger.estimators
+        self._names = ledger.estimators
 
     def __repr__(self) -> str:
         from inrun.console import safe  # names of somebody else's ledger
@@ -36,13 +39,13 @@ class SavedRun(Tables):
     @property
     def bytes(self) -> int:
         """The size of the parts that count."""
-        return sum(sum(part.bytes) for part in self._store.sources())
+        return sum(sum(part.bytes) for part in self._ledger.sources())
 
     def history_batches(
         self, estimator: str | None = None, rows: int = 1_000_000
     ) -> Iterator[pd.DataFrame]:
         """``history`` in pieces, for a ledger larger than memory."""
-        return self._store.history_batches(self._index(estimator), rows)
+        return self._ledger.history_batches(self._index(estimator), rows)
 
     def top(
         self,
@@ -53,7 +56,7 @@ class SavedRun(Tables):
         estimator: str | None = None,
     ) -> pd.DataFrame:
         """The n best (``worst``: lowest) examples by value, or those of most harm."""
-        return self._store.top(self._index(estimator), n, by, target, worst)
+        return self._ledger.top(self._index(estimator), n, by, target, worst)
 
     def summary(self, estimator: str | None = None) -> dict[str, float]:
         """Do the values add up? The audited steps summed."""

@@ -1,7 +1,9 @@
-"""Reading a ledger: the tables of ``MemoryLedger`` from Parquet files, by DuckDB.
+"""The tables of a ledger: what ``values``, ``harm``, ``history`` and ``steps`` are, defined once.
 
-Sums run inside DuckDB under a memory limit, with its temporary files on disk, so a ledger may be
-larger than memory; only the answer (one row per example) becomes a pandas table.
+A ledger in memory and a ledger on disk differ only in where the rows come from. They hand them over
+as Arrow record batches: step, id, weight and one column of values for each target. DuckDB sums them
+under a memory limit, with its temporary files on disk, so a ledger may be larger than memory; only
+the answer (one row per example) becomes a pandas table.
 
 A ledger may come from a stranger. DuckDB gets record batches, never files: it is told to touch
 nothing outside itself, and no name from the ledger becomes part of a query. Targets are the columns
@@ -13,80 +15,78 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from inrun.ledger.manifest import Part
-from inrun.ledger.parts import LOSSES, Columns, file_columns, open_part, verify
-from inrun.ledger.records import (
-    ROUNDING,
-    STEP_COLUMNS,
-    LedgerError,
-    MemoryLedger,
-    history_table,
-    value_columns,
-)
+from inrun.ledger import LedgerError
 
 if TYPE_CHECKING:
     import duckdb
 
 MEMORY_LIMIT = "2GiB"  # of DuckDB; the answer comes on top
-BATCH_ROWS, BATCH_CELLS = 1 << 17, 1 << 22  # rows and numbers that are decoded at a time
+BATCH_ROWS = 1 << 17  # rows that DuckDB is given at a time
 TOGETHER = 32  # columns of a query: DuckDB's time to plan it grows faster than their number
-SMALL_BYTES = 64 << 20  # a smaller part may be merged with others, and deleted, while it is read
-T = TypeVar("T")
-Opened = Callable[[], pq.ParquetFile]
+ROUNDING = 1e-6  # times the largest value of a batch: a smaller spread counts as none
+STEP_COLUMNS = (
+    "step", "lr", "examples", "sum", "loss", "batch_share", "momentum_share", "residual",
+    "explained", "missed", "void",
+)  # fmt: skip
+RESERVED = ("step", "id", "value", "steps", "scored", "weight", "harm")
+# scan(estimator, targets, rows): record batches of at most so many rows, with the columns step, id,
+# weight (null where the step was not scored) and the values of these targets, unweighted.
+Scan = Callable[[int, Sequence[int], int], Iterator[pa.RecordBatch]]
 
 
-class ParquetTables:
-    """The tables of the parts that ``sources`` names. ``estimator`` is an index, as in Ledger."""
+class LedgerTables:
+    """The tables of a ledger. ``estimator`` is an index into the run's list of estimators."""
 
-    _ids: str | None = None  # "int64" or "string", None before the first id
+    targets: list[str]
+    threads: int | None = None  # of DuckDB; None leaves it the choice
 
-    def __init__(self, path: Path, targets: Sequence[str], estimators: Sequence[str]) -> None:
-        self.path = path
-        self.targets = list(targets)
-        self.estimators = list(estimators)
-        self.columns = Columns(tuple(estimators), tuple(targets))
-
-    def sources(self) -> list[Part]:
-        """The parts to read now."""
+    def scans(self, n: int) -> list[Scan]:
+        """Returns n ways to read the same rows, which may be used side by side; none if empty."""
         raise NotImplementedError
 
-    def steady(self) -> contextlib.AbstractContextManager[Any]:
-        """While this is held, no part is replaced by a writer of this process."""
-        return contextlib.nullcontext()
+    def id_type(self) -> pa.DataType:
+        """Returns the Arrow type of the ids: int64 or string."""
+        raise NotImplementedError
 
-    def file(self, kind: str, name: str) -> Path:
-        return self.path / kind / f"{name}.parquet"
-
-    # -- tables -----------------------------------------------------------------------------
+    def name(self) -> str:
+        """Returns what error messages call this ledger."""
+        raise NotImplementedError
 
     def values(self, estimator: int) -> pd.DataFrame:
-        """One row per example: id, value, one column per named target, steps seen and scored."""
+        """One row per example: id, value, one column per named target, steps seen and scored.
+
+        The values of an example are summed over the steps that were scored, each times the weight
+        of its step. An example that was never scored has NaN.
+        """
         columns = value_columns(self.targets)
-
-        def sums(k: int) -> str:
-            found = "".join(f"sum(weight * x{i}), " for i in range(k))
-            return f"SELECT id, {found}count(*), count(weight) FROM v0 GROUP BY id ORDER BY id"
-
-        found = self._ask(estimator, columns, sums)
+        found = self._query(estimator, columns, _values_sql)
         if not found:
-            return MemoryLedger(self.targets).values(0)
+            return _empty(id="int64", **dict.fromkeys(columns, "float64"), **_COUNTS)
         ids, *_, steps, scored = found[0].columns
         parts = [found[0][ids], *(t.iloc[:, 1:-2] for t in found), found[0][[steps, scored]]]
         table = pd.concat(parts, axis=1)
         table.columns = pd.Index(["id", *columns, "steps", "scored"])
         return table
 
-    def harm(self, estimator: int) -> pd.DataFrame:
-        """One row per example: id, harm (see ``MemoryLedger.harm``)."""
-        return self._harm(estimator, self.targets)
+    def harm(self, estimator: int, targets: Sequence[str] | None = None) -> pd.DataFrame:
+        """One row per example: id, harm.
+
+        Each step's values are divided by their standard deviation within the batch and target; the
+        negative parts are summed over steps and targets (all, or those named). Steps whose examples
+        are all alike (one example, or copies that differ by rounding only) have no spread and do
+        not count; nor do values that are not finite. Harm is NaN where nothing counts.
+        """
+        found = self._query(estimator, targets or self.targets, _harm_sql, scans=2)
+        if not found:
+            return _empty(id="int64", harm="float64")
+        total = pd.concat([t["harm"] for t in found], axis=1).sum(axis=1, min_count=1)
+        return pd.DataFrame({"id": found[0]["id"], "harm": total})
 
     def top(
         self,
@@ -101,76 +101,50 @@ class ParquetTables:
         Columns: id, value (of one target if named), harm where asked for, steps, scored. Examples
         that were never scored are left out.
         """
-        self._known(target)
-        sums = "SELECT id, sum(weight * x0) AS value, count(*) AS steps, count(weight) AS scored"
+        if target is not None and target not in self.targets:
+            known = ", ".join(self.targets[:10]) + (", ..." if len(self.targets) > 10 else "")
+            raise LedgerError(f"no target {target!r} in {self.name()}; it has {known}")
         column = [target or "value"]
         if by == "harm":
-            harm = self._harm(estimator, [target] if target else self.targets).dropna()
+            harm = self.harm(estimator, [target] if target else None).dropna()
             picked = harm.sort_values(["harm", "id"], ascending=[False, True]).head(int(n))
-            chosen = pa.table({"id": pa.array(picked["id"], self._id_type())})
-            select = f"{sums} FROM v0 WHERE id IN (SELECT id FROM picked) GROUP BY id"
-            found = self._ask(estimator, column, lambda _: select, picked=chosen)
+            chosen = pa.table({"id": pa.array(picked["id"], self.id_type())})
+            found = self._query(estimator, column, _picked_sql, picked=chosen)
             names = ["id", "value", "harm", "steps", "scored"]
-            return picked.merge(found[0], on="id")[names] if found else pd.DataFrame(columns=names)
+            if not found:
+                return pd.DataFrame(columns=names)
+            sums = found[0].set_axis(["id", "value", "steps", "scored"], axis=1)
+            return picked.merge(sums, on="id")[names]
         order = "ASC" if worst else "DESC"
-        select = f"""{sums} FROM v0 GROUP BY id HAVING value IS NOT NULL
-            ORDER BY value {order}, id LIMIT {int(n)}"""
-        found = self._ask(estimator, column, lambda _: select)
-        return found[0] if found else pd.DataFrame(columns=["id", "value", "steps", "scored"])
+        found = self._query(
+            estimator,
+            column,
+            lambda k: (
+                f"""SELECT * FROM ({_values_sql(k)}) WHERE value0 IS NOT NULL
+                ORDER BY value0 {order}, id LIMIT {int(n)}"""
+            ),
+        )
+        names = ["id", "value", "steps", "scored"]
+        return found[0].set_axis(names, axis=1) if found else pd.DataFrame(columns=names)
 
     def history(self, estimator: int) -> pd.DataFrame:
-        """One row per step and example: step, id, value and one column per named target."""
-        chunks = list(self.history_batches(estimator))
-        if not chunks:
-            return MemoryLedger(self.targets).history(estimator)
-        return pd.concat(chunks, ignore_index=True)
+        """One row per scored step and example: step, id, value, one column per named target."""
+        pieces = list(self.history_batches(estimator))
+        if not pieces:
+            columns = value_columns(self.targets)
+            return _empty(step="int64", id="int64", **dict.fromkeys(columns, "float64"))
+        return pd.concat(pieces, ignore_index=True)
 
     def history_batches(self, estimator: int, rows: int = 1_000_000) -> Iterator[pd.DataFrame]:
         """``history`` in pieces of at most this many rows, for ledgers larger than memory."""
-        for batch in self._scan(self._open("values")[0], estimator, range(len(self.targets)), rows):
-            scored = batch.filter(batch["weight"].is_valid())
-            step, ids, _, *V = (c.to_numpy(zero_copy_only=False) for c in scored.columns)
-            if len(ids):
-                yield history_table(step, ids, np.stack(V, axis=1), self.targets)
+        for scan in self.scans(1):
+            for batch in scan(estimator, range(len(self.targets)), rows):
+                scored = batch.filter(batch["weight"].is_valid())
+                step, ids, _, *V = (c.to_numpy(zero_copy_only=False) for c in scored.columns)
+                if len(ids):
+                    yield _history_table(step, ids, np.stack(V, axis=1), self.targets)
 
-    def steps(self, estimator: int) -> pd.DataFrame:
-        """One row per step, with the audit where there was one (means over targets)."""
-        tables = [self._read(part) for part in self._open("steps")[0]]
-        if not tables:
-            return MemoryLedger(self.targets).steps(0)
-        raw = pa.concat_tables(tables)
-        losses = file_columns(LOSSES, self.targets)
-        A = np.stack([raw[c].to_numpy() for c in losses]).reshape(3, len(self.targets), -1)
-        before, without, after = A.mean(axis=1)
-        total = raw[file_columns(["sum"], self.estimators)[estimator]].to_numpy()
-        share = without - after
-        columns = {name: raw[name].to_numpy() for name in ("step", "lr", "examples")}
-        columns |= {
-            "sum": total,
-            "loss": before,
-            "batch_share": share,
-            "momentum_share": before - without,
-            "residual": share - total,
-            "explained": total / np.where(share == 0, np.nan, share),
-            "missed": raw["missed"].to_numpy(),
-            "void": np.array(raw["void"].to_pylist(), dtype=object),
-        }
-        return pd.DataFrame(columns)[list(STEP_COLUMNS)]
-
-    # -- queries ----------------------------------------------------------------------------
-
-    def _harm(self, estimator: int, targets: Sequence[str]) -> pd.DataFrame:
-        found = self._ask(estimator, targets, _harm_sql, scans=2)
-        if not found:
-            return MemoryLedger(self.targets).harm(0)
-        total = pd.concat([t["harm"] for t in found], axis=1).sum(axis=1, min_count=1)
-        return pd.DataFrame({"id": found[0]["id"], "harm": total})
-
-    def _known(self, target: str | None) -> None:
-        if target is not None and target not in self.targets:
-            raise LedgerError(f"no target {target!r} in {self.path}; it has {_list(self.targets)}")
-
-    def _ask(
+    def _query(
         self,
         estimator: int,
         columns: Sequence[str],
@@ -181,142 +155,71 @@ class ParquetTables:
         """Run a query over the values, for up to ``TOGETHER`` columns at a time.
 
         ``columns`` are targets, or "value" for the mean over them. ``sql(k)`` reads them as x0 ...
-        x(k-1) from the tables v0, v1, ... which are the same, each to be read once. The answer is
-        empty for a ledger without values.
+        x(k-1) from the tables v0, v1, ... which are the same, each to be read once. Returns one
+        table for each group of columns, none for a ledger without values.
         """
-        import duckdb
-
-        copies = self._open("values", scans)
-        if not copies[0]:
+        readers = self.scans(scans)
+        if not readers:
             return []
         answers: list[pd.DataFrame] = []
         failed: list[LedgerError] = []
-        with connect() as db:
+        with connect(self.threads) as db:
+            import duckdb
+
             for name, table in others.items():
                 db.register(name, table)
             for start in range(0, len(columns), TOGETHER):
                 some = columns[start : start + TOGETHER]
-                for i, parts in enumerate(copies):
-                    db.register(f"v{i}", self._reader(parts, estimator, some, failed))
+                for i, scan in enumerate(readers):
+                    db.register(f"v{i}", self._reader(scan, estimator, some, failed))
                 try:
                     answers.append(db.sql(sql(len(some))).df())
                 except duckdb.Error as error:
                     if failed:
                         raise failed[0] from error
-                    raise self._unreadable(error) from error
+                    raise unreadable(self.name(), error) from error
         return answers
 
     def _reader(
-        self, parts: list[Opened], estimator: int, columns: Sequence[str], failed: list[LedgerError]
+        self, scan: Scan, estimator: int, columns: Sequence[str], failed: list[LedgerError]
     ) -> pa.RecordBatchReader:
-        """Step, id, weight and the columns as x0, x1, ..., for DuckDB."""
+        """Returns step, id, weight and the columns as x0, x1, ..., for DuckDB.
+
+        An error of the ledger is also put into ``failed``: DuckDB would raise one of its own.
+        """
         Q = len(self.targets)
         where = {name: q for q, name in enumerate(self.targets)} | ({"value": 0} if Q == 1 else {})
         mean = "value" in columns and Q > 1
         wanted = list(range(Q)) if mean else [where[c] for c in columns]
-        fields = [("step", pa.int64()), ("id", self._id_type()), ("weight", pa.float64())]
+        fields = [("step", pa.int64()), ("id", self.id_type()), ("weight", pa.float64())]
         fields += [(f"x{i}", pa.float64()) for i in range(len(columns))]
         schema = pa.schema(fields)
 
         def batches() -> Iterator[pa.RecordBatch]:
             try:
-                for batch in self._scan(parts, estimator, wanted, BATCH_ROWS):
+                for batch in scan(estimator, wanted, BATCH_ROWS):
                     step, ids, weight, *x = batch.columns
                     if mean:
                         V = np.stack([c.to_numpy(zero_copy_only=False) for c in x], axis=1)
                         average = pa.array(V.mean(axis=1), from_pandas=True)
                         x = [average if c == "value" else x[where[c]] for c in columns]
                     yield pa.record_batch([step, ids, weight, *x], schema=schema)
-            except LedgerError as error:  # DuckDB would make it an error of its own
+            except LedgerError as error:
                 failed.append(error)
                 raise
 
         return pa.RecordBatchReader.from_batches(schema, batches())
 
-    def _id_type(self) -> pa.DataType:
-        return pa.string() if self._ids == "string" else pa.int64()
 
-    # -- files ------------------------------------------------------------------------------
-
-    def _scan(
-        self, parts: list[Opened], estimator: int, targets: Sequence[int], rows: int
-    ) -> Iterator[pa.RecordBatch]:
-        """Step, id, weight and the values of some targets, a limited number of rows at a time."""
-        names = self.columns.values(estimator)
-        columns = ["step", "id", "weight", *(names[q] for q in targets)]
-        rows = max(1, min(rows, max(1024, BATCH_CELLS // len(columns))))
-        for part in parts:
-            try:
-                for batch in part().iter_batches(rows, columns=columns):
-                    yield batch.select(columns)
-            except (pa.ArrowException, OSError) as error:
-                raise self._unreadable(error) from error
-
-    def _read(self, part: Opened) -> pa.Table:
-        try:
-            return part().read()
-        except (pa.ArrowException, OSError) as error:
-            raise self._unreadable(error) from error
-
-    def _open(self, kind: str, copies: int = 1) -> list[list[Opened]]:
-        """The files of one kind, verified; once more if a writer replaced them meanwhile.
-
-        A part that a writer may merge with others stays open, so that it can be read to the end
-        after it was deleted. Large ones are opened in turn: there may be more than a process may
-        hold open. ``copies`` are handles of their own, for readers that run side by side.
-        """
-        for attempt in range(3):
-            with self.steady():
-                parts = self.sources()
-                wanted = [p for p in parts if kind == "steps" or p.rows]
-                try:
-                    found = [self._opened(kind, p, copies) for p in wanted]
-                    return [[part[i] for part in found] for i in range(copies)]
-                except LedgerError:
-                    if attempt == 2 or not self._changed(parts):
-                        raise
-        raise AssertionError
-
-    def _opened(self, kind: str, part: Part, copies: int) -> list[Opened]:
-        schema = self.columns.schema(kind, self._ids)
-        verify(self.path, kind, part)
-        if sum(part.bytes) >= SMALL_BYTES:
-            return [lambda: open_part(self.path, kind, part, schema)] * copies
-        held = [open_part(self.path, kind, part, schema) for _ in range(copies)]
-        return [lambda f=f: f for f in held]  # type: ignore[misc]
-
-    def _changed(self, parts: list[Part]) -> bool:
-        """Did a writer replace the files that were being read?"""
-        try:
-            return parts != self.sources()
-        except LedgerError:
-            return False
-
-    def _unreadable(self, error: Exception) -> LedgerError:
-        return LedgerError(f"{self.path} cannot be read: {' '.join(str(error).split())}")
+def _values_sql(k: int, where: str = "") -> str:
+    """The sum of each column over the scored steps of an example; all rows of it, and scored."""
+    sums = "".join(f"sum(weight * x{q}) AS value{q}, " for q in range(k))
+    return f"""SELECT id, {sums}count(*) AS steps, count(weight) AS scored
+        FROM v0 {where} GROUP BY id ORDER BY id"""
 
 
-@contextlib.contextmanager
-def connect() -> Iterator[duckdb.DuckDBPyConnection]:
-    """DuckDB in memory, limited, spilling to a temporary folder, closed off from the rest."""
-    try:
-        import duckdb
-    except ImportError:
-        raise LedgerError("reading a ledger needs duckdb: pip install inrun") from None
-    settings: dict[str, Any] = {
-        "memory_limit": MEMORY_LIMIT,
-        "autoinstall_known_extensions": False,
-        "autoload_known_extensions": False,
-        "python_enable_replacements": False,
-        "preserve_insertion_order": False,
-    }
-    with (
-        tempfile.TemporaryDirectory(prefix="inrun-", ignore_cleanup_errors=True) as spill,
-        duckdb.connect(config=settings | {"temp_directory": spill}) as db,
-    ):
-        db.execute("SET enable_external_access = false")  # not before temp_directory is set
-        db.execute("SET lock_configuration = true")
-        yield db
+def _picked_sql(k: int) -> str:
+    return _values_sql(k, "WHERE id IN (SELECT id FROM picked)")
 
 
 def _harm_sql(k: int) -> str:
@@ -339,5 +242,97 @@ def _harm_sql(k: int) -> str:
         GROUP BY id) ORDER BY id"""
 
 
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+@contextlib.contextmanager
+def connect(threads: int | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
+    """DuckDB in memory, limited, spilling to a temporary folder, closed off from the rest."""
+    try:
+        import duckdb
+    except ImportError:
+        raise LedgerError("reading a ledger needs duckdb: pip install inrun") from None
+    settings: dict[str, Any] = {
+        "memory_limit": MEMORY_LIMIT,
+        "autoinstall_known_extensions": False,
+        "autoload_known_extensions": False,
+        "python_enable_replacements": False,
+        "preserve_insertion_order": False,
+    }
+    if threads is not None:
+        settings["threads"] = threads
+    with (
+        tempfile.TemporaryDirectory(prefix="inrun-", ignore_cleanup_errors=True) as spill,
+        duckdb.connect(config=settings | {"temp_directory": spill}) as db,
+    ):
+        db.execute("SET enable_external_access = false")  # not before temp_directory is set
+        db.execute("SET lock_configuration = true")
+        yield db
+
+
+def unreadable(name: object, error: Exception) -> LedgerError:
+    return LedgerError(f"{name} cannot be read: {' '.join(str(error).split())}")
+
+
+# -- columns and arithmetic -------------------------------------------------------------------
+
+_COUNTS = {"steps": "int64", "scored": "int64"}
+
+
+def _empty(**dtypes: str) -> pd.DataFrame:
+    return pd.DataFrame({name: pd.Series(dtype=dtype) for name, dtype in dtypes.items()})
+
+
+def check_targets(targets: Sequence[str]) -> list[str]:
+    """Target names become columns: at least one, all different, none that a table already uses."""
+    names = [str(t) for t in targets]
+    if not names or len(set(names)) < len(names):
+        raise LedgerError(f"targets need different names, at least one; got {names}")
+    if len(names) > 1 and (taken := [t for t in names if t in RESERVED]):
+        raise LedgerError(f"a target cannot be called {taken[0]!r}: the tables use that name")
+    return names
+
+
+def value_columns(targets: Sequence[str]) -> list[str]:
+    """The columns of a table of values: the mean over targets, then each target if several."""
+    return ["value", *(targets if len(targets) > 1 else [])]
+
+
+def _history_table(
+    step: np.ndarray, ids: np.ndarray, V: np.ndarray, targets: Sequence[str]
+) -> pd.DataFrame:
+    """``history()`` from its columns; V has shape [rows, Q]."""
+    frame = pd.DataFrame({"step": step, "id": ids, "value": V.mean(axis=1)})
+    if len(targets) > 1:
+        frame = pd.concat([frame, pd.DataFrame(V, columns=list(targets))], axis=1)
+    return frame
+
+
+def audit_columns(total: Any, before: Any, without: Any, after: Any) -> dict[str, Any]:
+    """The columns of ``steps()`` that compare the sum of values with measured losses.
+
+    Arguments: the sum of values, then ℓ(w_t), U(∅) and U(B) as means over targets; numbers or
+    arrays over steps, NaN where a step was not scored or not audited.
+    """
+    share = without - after
+    return {
+        "loss": before,
+        "batch_share": share,
+        "momentum_share": before - without,
+        "residual": share - total,
+        "explained": total / np.where(share == 0, np.nan, share),
+    }
+
+
+def audit_summary(steps: pd.DataFrame) -> dict[str, float]:
+    """Do the values add up? The audited steps of ``steps()`` summed, and their ratio ``explained``.
+
+    A ratio of sums, not a mean of ratios: a step whose batch share is near zero says little.
+    """
+    audited = steps[steps["batch_share"].notna() & steps["sum"].notna()]
+    total, share = float(audited["sum"].sum()), float(audited["batch_share"].sum())
+    return {
+        "audited": len(audited),
+        "sum": total,
+        "batch_share": share,
+        "momentum_share": float(audited["momentum_share"].sum()),
+        "residual": share - total,
+        "explained": total / share if share else float("nan"),
+    }

@@ -32,14 +32,15 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from inrun.ledger import files
+from inrun.ledger import LedgerError, files
 from inrun.ledger.committed import Committed, before, tell_lost
+from inrun.ledger.entries import StepEntry
 from inrun.ledger.folder import FORMAT, VERSION, begin, check, no_strangers, read_info, write_info
 from inrun.ledger.lock import WriterLock
 from inrun.ledger.manifest import KINDS, Part, part_name, read_manifest
-from inrun.ledger.outage import Outage, void_row
-from inrun.ledger.parts import Row, as_ids, as_row, steps_table, values_table
-from inrun.ledger.records import LedgerError, StepRecord, check_targets
+from inrun.ledger.outage import Outage, void_entry
+from inrun.ledger.parts import BufferedEntry, arrow_ids, buffered, steps_table, values_table
+from inrun.ledger.tables import check_targets
 
 FIXED = ("format", "version", "config", "targets", "estimators", "run")  # of run.json
 SMALL_PARTS = 64  # more small parts than this at the end of the ledger are merged
@@ -61,7 +62,7 @@ class Store(Committed):
         self.outage = Outage(path)
         self._lock, self._pid = lock, os.getpid()
         self._guard = threading.RLock()  # around the buffer and everything that writes
-        self._buffer: list[Row] = []
+        self._buffer: list[BufferedEntry] = []
         self._rows = self._bytes = 0  # of the buffer
         self._info_due = False  # run.json is to be written with the next flush
         self._flushed = time.monotonic()
@@ -78,7 +79,7 @@ class Store(Committed):
     ) -> Store:
         """Start a ledger in ``path``, or continue the one that a run with this config left there.
 
-        A continued ledger keeps all its records until ``load_state_dict`` (or ``truncate``) says
+        A continued ledger keeps all its entries until ``load_state_dict`` (or ``truncate``) says
         where the run goes on, or ``restart`` forgets them. ``overwrite`` accepts a ledger of a
         run with another config, to be restarted.
         """
@@ -86,7 +87,7 @@ class Store(Committed):
         fixed = {
             "format": FORMAT,
             "version": VERSION,
-            "config": files.plain(config, "config"),
+            "config": files.json_value(config, "config"),
             "targets": check_targets(targets),
             "estimators": [str(e) for e in estimators],
         }
@@ -160,7 +161,7 @@ class Store(Committed):
             return
         with self._guard:
             self._writable()
-            self.info = self.info | files.plain(sections, "run.json")
+            self.info = self.info | files.json_value(sections, "run.json")
             self._info_due = True
             self._attempt()
 
@@ -184,42 +185,42 @@ class Store(Committed):
     @property
     def last_step(self) -> int:
         """The last step on record, -1 if there is none."""
-        return self._buffer[-1].record.step if self._buffer else self._committed
+        return self._buffer[-1].entry.step if self._buffer else self._committed
 
-    def append(self, record: StepRecord) -> None:
+    def append(self, entry: StepEntry) -> None:
         """Record one step. It reaches the disk with the first step after ``flush_seconds``.
 
-        If the disk refuses, this warns and keeps the record; ``flush``, ``state_dict`` and
+        If the disk refuses, this warns and keeps the entry; ``flush``, ``state_dict`` and
         ``close`` raise.
         """
         if self.outage.forked(self._pid):
             return
         with self._guard:
-            row = self._checked(record)
-            if self.outage.full(self._bytes + row.bytes):
-                row = void_row(record)
-            self._ids = str(row.ids.type) if len(row.ids) else self._ids
-            self._buffer.append(row)
-            self._rows, self._bytes = self._rows + len(row.ids), self._bytes + row.bytes
+            new = self._checked(entry)
+            if self.outage.full(self._bytes + new.bytes):
+                new = void_entry(entry)
+            self._ids = str(new.ids.type) if len(new.ids) else self._ids
+            self._buffer.append(new)
+            self._rows, self._bytes = self._rows + len(new.ids), self._bytes + new.bytes
             if self._due():
                 self._attempt()
 
-    def _checked(self, record: StepRecord) -> Row:
+    def _checked(self, entry: StepEntry) -> BufferedEntry:
         self._writable()
-        if record.step <= self.last_step:
+        if entry.step <= self.last_step:
             raise LedgerError(
-                f"{self.path} already has steps up to {self.last_step} and step {record.step} came "
+                f"{self.path} already has steps up to {self.last_step} and step {entry.step} came "
                 "again: continue from a checkpoint with run.load_state_dict(), or start over in "
                 "another folder"
             )
-        ids = as_ids(record.ids)
+        ids = arrow_ids(entry.ids)
         kind = str(ids.type)
         if len(ids) and self._ids not in (None, kind):
             raise LedgerError(
-                f"ids of this run are {self._ids} and step {record.step} brought {kind}: use one "
+                f"ids of this run are {self._ids} and step {entry.step} brought {kind}: use one "
                 "kind of id, int or str, throughout"
             )
-        return as_row(record, ids, self.columns)
+        return buffered(entry, ids, self.columns)
 
     def _due(self) -> bool:
         """Is it time to write? After a failure only by the clock, less and less often."""
@@ -229,9 +230,9 @@ class Store(Committed):
         much = self._rows >= self.flush_rows or self._bytes >= self.flush_bytes
         return much or waited >= self.flush_seconds
 
-    def _hold(self, rows: list[Row]) -> None:
-        self._buffer = rows
-        self._rows, self._bytes = sum(len(r.ids) for r in rows), sum(r.bytes for r in rows)
+    def _hold(self, waiting: list[BufferedEntry]) -> None:
+        self._buffer = waiting
+        self._rows, self._bytes = sum(len(e.ids) for e in waiting), sum(e.bytes for e in waiting)
 
     def _attempt(self) -> None:
         """Flush; if the disk refuses, say so and go on."""
@@ -243,7 +244,7 @@ class Store(Committed):
     def flush(self) -> None:
         """Write what is buffered: on disk, fsynced and committed when this returns.
 
-        If the disk refuses, the records stay in memory and the next flush tries again.
+        If the disk refuses, the entries stay in memory and the next flush tries again.
         """
         if not self._writing:
             return
@@ -251,17 +252,19 @@ class Store(Committed):
             self._flushed = time.monotonic()
             if not (self._buffer or self._restarting or self._info_due):
                 return
-            rows = self._buffer
+            waiting = self._buffer
             self._hold([])
             try:
-                with files.disk(self.path, f"{len(rows)} steps wait in memory for the next flush"):
+                with files.disk(
+                    self.path, f"{len(waiting)} steps wait in memory for the next flush"
+                ):
                     self._settle()
-                    if new := [row for row in rows if row.record.step > self._committed]:
+                    if new := [e for e in waiting if e.entry.step > self._committed]:
                         values = values_table(new, self.columns, self._ids)
                         part = self._write_part([values], [steps_table(new, self.columns)])
                         self._commit([*self._parts, part])
             except BaseException as error:
-                self._hold(rows + self._buffer)
+                self._hold(waiting + self._buffer)
                 if isinstance(error, LedgerError):
                     self.outage.failed(self.flush_seconds)
                 raise
@@ -269,7 +272,7 @@ class Store(Committed):
             self._merge(self._merge_above)
 
     def _settle(self) -> None:
-        """Before a change: is the folder still ours, and did the last change come through?"""
+        """Before a change: check that the folder is still ours and finish what was interrupted."""
         assert self._lock is not None
         if not self._lock.valid():
             self._take_again(self._lock)
@@ -285,7 +288,7 @@ class Store(Committed):
             self._info_due = False
 
     def _take_again(self, lock: WriterLock) -> None:
-        """Somebody deleted ``.lock`` or moved the folder: go on only if all is as we left it."""
+        """Lock again after ``.lock`` was deleted or the folder moved, if all is as we left it."""
         info = read_info(self.path) if self.path.is_dir() else None
         now = None if info is None else read_manifest(self.path, VERSION)
         if now is None or now not in (self._manifest, self._attempted):
@@ -296,10 +299,10 @@ class Store(Committed):
         lock.retake()
 
     def truncate(self, step: int) -> None:
-        """Forget every record from this step on (resuming from an older checkpoint)."""
+        """Forget every entry from this step on (resuming from an older checkpoint)."""
         with self._guard:
             self._writable()
-            self._hold([row for row in self._buffer if row.record.step < step])
+            self._hold([e for e in self._buffer if e.entry.step < step])
             with files.disk(self.path, f"the ledger still holds the steps from {step} on"):
                 self._settle()
                 kept = [p for p in self._parts if p.last < step]
@@ -327,7 +330,7 @@ class Store(Committed):
                     self._commit([*self._parts[: -len(small)], merged])
 
     def _merge(self, above: int) -> None:
-        """``compact`` if there are many small parts; if that fails, they stay as they are."""
+        """``compact`` if there are more than ``above`` small parts; a failure only warns."""
         if len(small := self._small()) <= above:
             return
         try:
@@ -387,7 +390,7 @@ class Store(Committed):
             raise LedgerError(f"{self.path} is closed, or open for reading only")
 
     def after_fork(self) -> None:
-        """In a forked child, where another thread may have held the guard."""
+        """Called in a forked child: another thread of the parent may have held the guard."""
         self._guard = threading.RLock()
         if self._lock is not None:
             self._lock.disown()

@@ -1,4 +1,4 @@
-"""The report: one HTML file with everything inside, that reaches for nothing outside.
+"""The report: one HTML file that contains everything and loads nothing.
 
 Data are embedded as JSON that cannot end its script element, and reach the page as text only; the
 content security policy allows this page's own script and style, by hash, and nothing else.

@@ -1,4 +1,4 @@
-"""What the report shows, as plain numbers and strings: no markup here."""
+"""The content of the report as numbers and strings, without markup."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from inrun.ledger.records import LedgerError
+from inrun.ledger import LedgerError
 
 ID = ("id", "ids", "idx", "uid")
 TEXT = ("text", "content", "sentence", "prompt", "question", "input", "document", "code")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pandas as pd
 
-from inrun.ledger.records import audit_summary
 from inrun.ledger.saved import SavedRun
+from inrun.ledger.tables import audit_summary
 
 
 def facts_of(saved: SavedRun, estimator: str | None = None) -> dict[str, Any]:

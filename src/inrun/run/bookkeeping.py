@@ -1,21 +1,24 @@
-"""Checks of ids, the parameters to score, and the tables that describe a run."""
+"""What a run keeps an eye on while it trains: ids, skipped batches, memory, running sums."""
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from inrun.errors import BatchError, complex_parameters
+from inrun.errors import BatchError
 from inrun.gradients import Form
-from inrun.run.refusals import ignored
-from inrun.torch_compat import COMPILED_PREFIX, children_of, parameters_of
+from inrun.ledger.entries import StepEntry, step_row
+from inrun.run.coverage import NOT_HELD, OUTSIDE, held_names
+from inrun.torch_compat import children_of, parameters_of
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def as_ids(ids: Any, kind: type | None) -> tuple[np.ndarray, type]:
     if not plain:
         raise BatchError("run.batch got no ids: pass one per example")
     found: list[int] | list[str] = [_id(x, i, len(plain)) for i, x in enumerate(plain)]
-    kinds: dict[type, int] = {}  # and where each occurs first
+    kinds: dict[type, int] = {}  # type → position where it occurs first
     for i, x in enumerate(found):
         kinds.setdefault(type(x), i)
     if len(kinds) > 1 or (kind is not None and kind not in kinds):
@@ -133,16 +136,12 @@ def _encodable(text: str) -> bool:
     return True
 
 
-NOT_HELD = "not in the optimizer"
-OUTSIDE = "outside the watched model"
-
-
-class Unscored:
-    """Parameters that the loss inside run.batch trains and that are not scored: of the model, but
-    not in the optimizer, or of something else than the model (a criterion of its own)."""
+class UnscoredParameters:
+    """Parameters that receive gradients inside run.batch and are not scored: those of the model
+    that are not in the optimizer, and those outside the model (of a criterion, say)."""
 
     def __init__(self) -> None:
-        self.outside: dict[str, tuple[Tensor, str]] = {}  # by a name, with the reason
+        self.outside: dict[str, tuple[Tensor, str]] = {}  # by name, with the reason
         self._known: dict[int, Tensor] = {}
 
     def look(
@@ -151,14 +150,14 @@ class Unscored:
         outsiders: Iterable[Tensor],
         optimizer: Optimizer,
     ) -> bool:
-        """After a batch: warn of those that have received a gradient for the first time."""
+        """After a batch: warn of those that have a gradient for the first time; were there any?"""
         found = []
         for name, (p, why) in left_out.items():
             if why == NOT_HELD and p.grad is not None and self._new(p):
                 found.append(f"{name} {list(p.shape)} is {why}")
         for t in outsiders:
             if t.grad is not None and self._new(t):
-                name = _held_names(optimizer).get(id(t), f"(outside {len(self.outside) + 1})")
+                name = held_names(optimizer).get(id(t), f"(outside {len(self.outside) + 1})")
                 self.outside[name] = (t, OUTSIDE)
                 found.append(f"{name} {list(t.shape)} is {OUTSIDE}")
         if found:
@@ -180,14 +179,14 @@ class Unscored:
 
 
 class EmptyBatches:
-    """Blocks that ended and recorded nothing. Without a backward pass the batch does not count (a
-    loop skips those whose loss is not finite); with one it is a mistake."""
+    """Counts ``run.batch`` blocks that recorded nothing. Without a backward pass the batch does not
+    count (a loop may skip those whose loss is not finite); with one it is a mistake."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def ended(self, error: BatchError, backward: bool) -> None:
-        """``backward``: one ran in the block."""
+        """A block recorded nothing: raise ``error`` if ``backward()`` ran in it, else warn once."""
         if backward:
             raise error
         self.count += 1
@@ -200,66 +199,112 @@ class EmptyBatches:
             )
 
 
-def _held_names(optimizer: Optimizer) -> dict[int, str]:
-    """The names of the parameters that an optimizer was given by name."""
-    return {
-        id(p): name
-        for group in optimizer.param_groups
-        for p, name in zip(group["params"], group.get("param_names", ()), strict=False)
-    }
+class MemoryLimit:
+    """Counts the bytes of the records that are kept until ``optimizer.step()``.
+
+    ``limit``: in bytes; None means the memory of ``device()`` that is free when the first record
+    is kept (of the host with ``offload``).
+    """
+
+    def __init__(
+        self, limit: int | None, offload: bool, device: Callable[[], torch.device]
+    ) -> None:
+        self.limit, self.offload, self.device = limit, offload, device
+        self.held = 0  # bytes
+        self.batches = 0  # of this step that came before the one being captured
+
+    def add(self, new: int) -> None:
+        """Count ``new`` bytes; raises MemoryError beyond the limit."""
+        if self.limit is None:
+            self.limit = _free_bytes(self.device(), self.offload)
+        self.held += new
+        if self.held > self.limit:
+            raise MemoryError(
+                "what inrun must keep until optimizer.step() takes more than "
+                f"{self.limit / 2**30:.2f} GiB already (after {self.batches} earlier "
+                "batches of this step). Use smaller or fewer micro-batches per step, "
+                "watch(..., offload=True) to keep it in host memory, ignore=[...] for the largest "
+                "layers, or raise memory_limit."
+            )
 
 
-def held_by(optimizer: Optimizer) -> frozenset[int]:
-    """``id(p)`` of each parameter that the optimizer trains."""
-    return frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+def _free_bytes(device: torch.device, offload: bool) -> int:
+    """Bytes that can still be allocated where records are kept."""
+    if device.type == "cuda" and not offload:
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return 2**62
 
 
-def scored_parameters(
-    model: nn.Module, optimizer: Optimizer, ignore: Sequence[str]
-) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, str]]]:
-    """The parameters to score by name, and the others with the reason they are left alone."""
-    held = held_by(optimizer)
-    named = {k.removeprefix(COMPILED_PREFIX): p for k, p in model.named_parameters()}
-    _refuse_complex(named, optimizer)
-    left_out = ignored(ignore, list(named), _shared(model, named)) if ignore else set()
-    scored: dict[str, Tensor] = {}
-    others: dict[str, tuple[Tensor, str]] = {}
-    for name, p in named.items():
-        if not p.requires_grad:
-            others[name] = (p, "frozen")
-        elif id(p) not in held:
-            others[name] = (p, NOT_HELD)
-        elif name in left_out:
-            others[name] = (p, "ignored")
-        else:
-            scored[name] = p
-    if not scored and any(why == "ignored" for _, why in others.values()):
-        raise ValueError(
-            f"ignore={list(ignore)} leaves no trainable parameter, so there is nothing to watch"
-        )
-    if not scored:
-        raise ValueError(
-            "no parameter of the model is both trainable and in the optimizer, so there is nothing "
-            "to watch (was the optimizer made from another model, or before freezing?)"
-        )
-    return scored, others
+class Tally:
+    """Running sums over the steps of a run, of its first estimator."""
 
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[Tally], None]] = []
+        self.closers: list[Callable[[], None]] = []
+        self.by_id: dict[Any, float] | None = None  # kept only when somebody asks for ids
+        self.reset()
 
-def _shared(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str]:
-    """Further names of parameters that occur more than once in the model → the name in use."""
-    first = {id(p): name for name, p in named.items()}
-    every = model.named_parameters(remove_duplicate=False)
-    names = {name.removeprefix(COMPILED_PREFIX): first[id(p)] for name, p in every}
-    return {name: used for name, used in names.items() if name != used}
+    def reset(self) -> None:
+        self.last, self.steps, self.scored, self.void, self.rows = -1, 0, 0, 0, 0
+        self.total = 0.0  # sum of all values
+        self.audited, self.credited, self.batch, self.momentum = 0, 0.0, 0.0, 0.0
+        self.loss = float("nan")
+        if self.by_id is not None:
+            self.by_id = {}
 
+    @property
+    def explained(self) -> float:
+        """Sum of values / batch share over the audited steps; NaN before the first audit."""
+        return self.credited / self.batch if self.batch else float("nan")
 
-def _refuse_complex(named: Mapping[str, Tensor], optimizer: Optimizer) -> None:
-    """Refuse complex parameters, ignored ones too: the midpoint needs every update."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    found = [p for p in params if p.requires_grad and p.is_complex()]
-    if found:
-        names = {id(p): k for k, p in named.items()}
-        raise complex_parameters([names.get(id(p), "(outside the model)") for p in found])
+    def add(self, entry: StepEntry) -> None:
+        if entry.step <= self.last:  # the run went back to a checkpoint
+            self.reset()
+        row = step_row(entry, 0)
+        self.last, self.steps = entry.step, self.steps + 1
+        self.void += entry.void is not None
+        if entry.values is not None:
+            self.scored += 1
+            self.rows += len(entry.ids)
+            self.total += row["sum"] * entry.weight
+            if entry.audit is not None:
+                self.audited += 1
+                self.credited += row["sum"]
+                self.batch += row["batch_share"]
+                self.momentum += row["momentum_share"]
+                self.loss = row["loss"]
+            if self.by_id is not None:
+                values = entry.values[0].mean(axis=0) * entry.weight
+                for key, value in zip(entry.ids.tolist(), values.tolist(), strict=True):
+                    self.by_id[key] = self.by_id.get(key, 0.0) + value
+        for listener in self.listeners:
+            listener(self)
+
+    def close(self) -> None:
+        for closer in self.closers:
+            closer()
+        self.listeners, self.closers = [], []
+
+    def lowest(self, n: int) -> list[tuple[Any, float]]:
+        """The n examples of lowest value so far."""
+        return sorted((self.by_id or {}).items(), key=lambda item: item[1])[:n]
+
+    def line(self) -> str:
+        """How the run is doing, in one line."""
+        if not self.steps:
+            return "nothing recorded yet"
+        parts = [f"step {self.last}", f"{self.rows:,} rows scored", f"sum {self.total:.4g}"]
+        if self.audited:
+            parts.append(f"validation loss {self.loss:.4g}")
+        if np.isfinite(self.explained):
+            parts.append(f"explained {self.explained:.1%} of the batch share")
+        if self.void:
+            parts.append(f"{self.void:,} void")
+        return " · ".join(parts)
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
@@ -279,45 +324,3 @@ def trainable(modules: Sequence[nn.Module], optimizer: Optimizer) -> tuple[int, 
     held = sum(len(group["params"]) for group in optimizer.param_groups)
     params = [p for own in map(parameters_of, modules) for p in own.values() if p is not None]
     return (held, *(id(p) for p in params if p.requires_grad))
-
-
-def coverage_table(
-    scored: Mapping[str, Tensor],
-    others: Mapping[str, tuple[Tensor, str]],
-    seen: Mapping[str, set[tuple[str, str]]],
-) -> pd.DataFrame:
-    """One row per parameter; ``seen`` has the operations and forms by parameter."""
-    rows = []
-    for name, p in scored.items():
-        uses = seen.get(name, set())
-        operations, forms = (", ".join(sorted({use[i] for use in uses})) for i in (0, 1))
-        status = "scored" if uses else "no gradient yet"
-        rows.append((name, tuple(p.shape), p.numel(), status, operations, forms))
-    rows += [(k, tuple(p.shape), p.numel(), why, "", "") for k, (p, why) in others.items()]
-    columns = ["parameter", "shape", "size", "status", "operations", "forms"]
-    return pd.DataFrame(rows, columns=columns)
-
-
-def describe(model: nn.Module, optimizer: Optimizer, coverage: pd.DataFrame) -> dict[str, Any]:
-    """The description of a run that goes into run.json."""
-    scored = coverage.loc[coverage["status"] == "scored", "size"].sum()
-    trained = coverage.loc[coverage["status"] != "frozen", "size"].sum()
-    groups = [
-        {k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}
-        for group in optimizer.param_groups
-    ]
-    return {
-        "model": {"class": type(model).__name__, "parameters": int(coverage["size"].sum())},
-        "optimizer": {"class": type(optimizer).__name__, "groups": groups},
-        "coverage": {
-            "share": float(scored / trained) if trained else 0.0,
-            "parameters": coverage.astype({"shape": str}).to_dict("records"),
-        },
-    }
-
-
-def _plain(x: Any) -> Any:
-    """An option of a parameter group as a JSON value."""
-    if isinstance(x, Tensor):
-        return x.tolist()
-    return x if isinstance(x, (bool, int, float, str, type(None))) else str(x)

@@ -1,6 +1,6 @@
 """One line that says how a run is doing, and the same numbers for TensorBoard and W&B.
 
-``Run`` keeps a small tally as it records, so that nothing here reads the ledger during training.
+``Run`` keeps running sums (``Tally``), so that nothing here reads the ledger during training.
 """
 
 from __future__ import annotations
@@ -8,99 +8,21 @@ from __future__ import annotations
 import html
 import importlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
-from inrun.ledger.records import StepRecord, step_row
+from inrun.run.bookkeeping import Tally
 
 if TYPE_CHECKING:
     from inrun.run.run import Run
 
-Listener = Callable[["Tally"], None]
-
-
-class Tally:
-    """Running sums over the records of a run, of its first estimator."""
-
-    def __init__(self) -> None:
-        self.listeners: list[Listener] = []
-        self.closers: list[Callable[[], None]] = []
-        self.by_id: dict[Any, float] | None = None  # kept only when somebody asks for ids
-        self.reset()
-
-    def reset(self) -> None:
-        self.last, self.steps, self.scored, self.void, self.rows = -1, 0, 0, 0, 0
-        self.total = 0.0  # sum of all values
-        self.audited, self.credited, self.batch, self.momentum = 0, 0.0, 0.0, 0.0
-        self.loss = float("nan")
-        if self.by_id is not None:
-            self.by_id = {}
-
-    @property
-    def explained(self) -> float:
-        """Sum of values / batch share over the audited steps; NaN before the first audit."""
-        return self.credited / self.batch if self.batch else float("nan")
-
-    def add(self, record: StepRecord) -> None:
-        if record.step <= self.last:  # the run went back to a checkpoint
-            self.reset()
-        row = step_row(record, 0)
-        self.last, self.steps = record.step, self.steps + 1
-        self.void += record.void is not None
-        if record.values is not None:
-            self.scored += 1
-            self.rows += len(record.ids)
-            self.total += row["sum"] * record.weight
-            if record.audit is not None:
-                self.audited += 1
-                self.credited += row["sum"]
-                self.batch += row["batch_share"]
-                self.momentum += row["momentum_share"]
-                self.loss = row["loss"]
-            if self.by_id is not None:
-                values = record.values[0].mean(axis=0) * record.weight
-                for key, value in zip(record.ids.tolist(), values.tolist(), strict=True):
-                    self.by_id[key] = self.by_id.get(key, 0.0) + value
-        for listener in self.listeners:
-            listener(self)
-
-    def close(self) -> None:
-        for closer in self.closers:
-            closer()
-        self.listeners, self.closers = [], []
-
-    def lowest(self, n: int) -> list[tuple[Any, float]]:
-        """The n examples of lowest value so far."""
-        return sorted((self.by_id or {}).items(), key=lambda item: item[1])[:n]
-
-    def line(self) -> str:
-        """How the run is doing, in one line."""
-        if not self.steps:
-            return "nothing recorded yet"
-        parts = [f"step {self.last}", f"{self.rows:,} rows scored", f"sum {self.total:.4g}"]
-        if self.audited:
-            parts.append(f"validation loss {self.loss:.4g}")
-        if np.isfinite(self.explained):
-            parts.append(f"explained {self.explained:.1%} of the batch share")
-        if self.void:
-            parts.append(f"{self.void:,} void")
-        return " · ".join(parts)
-
 
 class Summary:
-    """What makes a run say how it is doing: ``print(run)``, or ``run`` in a notebook cell."""
+    """Shows a run as one line: ``print(run)``, or ``run`` in a notebook cell."""
 
-    _tally_: Tally | None = None
-
-    @property
-    def tally(self) -> Tally:
-        """Running sums since the run began, or was resumed."""
-        if self._tally_ is None:
-            self._tally_ = Tally()
-        return self._tally_
+    tally: Tally  # running sums since the run began, or was resumed
 
     def __repr__(self) -> str:
         return f"<inrun: {self.tally.line()}>"

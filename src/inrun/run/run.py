@@ -1,6 +1,8 @@
 """``Run``: the order of the stages of one training step, and nothing else.
 
-capture (forward, backward) → direction (optimizer, validation) → contraction → ledger.
+with run.batch(ids)         capture: records of each example's gradient
+before optimizer.step()     scorer: optimizer, validation and records give the values
+after optimizer.step()      scorer: was it the step that was predicted? then ledger
 """
 
 from __future__ import annotations
@@ -24,22 +26,21 @@ from inrun.capture.capture import Capture
 from inrun.capture.micro_batch import MicroBatch
 from inrun.errors import BatchError
 from inrun.exact.check import PERMUTATIONS, Check
-from inrun.exact.repeat import Recording
-from inrun.ledger.records import Ledger, LedgerError, MemoryLedger, StepRecord, Tables
+from inrun.exact.repeat import ModelCalls
+from inrun.ledger import LedgerError
+from inrun.ledger.entries import Ledger, RunTables, StepEntry
 from inrun.run.bookkeeping import (
     Config,
     EmptyBatches,
-    Unscored,
+    MemoryLimit,
+    Tally,
+    UnscoredParameters,
     as_ids,
-    coverage_table,
-    describe,
-    held_by,
     modules_of,
-    scored_parameters,
     trainable,
 )
+from inrun.run.coverage import coverage_table, describe, held_by, scored_parameters
 from inrun.run.logging import Summary
-from inrun.run.memory_limit import MemoryLimit
 from inrun.scoring.conclude import Begun, Pending, StepResult
 from inrun.scoring.estimators import Estimator
 from inrun.scoring.scorer import Scorer
@@ -48,7 +49,7 @@ from inrun.validation.validator import Validator
 _WATCHED: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
 
 
-class Run(Summary, Tables):
+class Run(Summary, RunTables):
     """A watched training run. Made by :func:`inrun.watch`."""
 
     def __init__(
@@ -73,25 +74,25 @@ class Run(Summary, Tables):
         self.step = 0  # optimizer steps so far
         self.unwatched = 0  # of these, steps without a batch
         self._next_audit = 0  # the first scored step from here on is audited
-        self._validator, self._book = validator, ledger
-        self._store: Any = None if isinstance(ledger, MemoryLedger) else ledger
+        self._validator, self._ledger = validator, ledger
         self._overwrite, self._loaded, self._described = overwrite, False, False
         self._scorer = Scorer(
             model, optimizer, self.params, self.estimators, validator, max_norm, scaler
         )
-        self._memory = MemoryLimit(memory_limit, offload)
+        self._memory = MemoryLimit(memory_limit, offload, self._device)
         self._capture = Capture(
             model, self.params, batch_dim=config.batch_dim, form=config.form,
             fast=config.training == "fast", directions=len(self.targets) * len(self.estimators),
-            offload=offload, check_memory=self._account, on_first_gradient=self._first_gradient,
+            offload=offload, check_memory=self._memory.add, on_first_gradient=self._first_gradient,
         )  # fmt: skip
-        self._pending: list[tuple[np.ndarray, MicroBatch | None]] = []
-        self._unsettled: deque[tuple[StepRecord, Pending]] = deque()
-        self._recording = threading.RLock()  # tables may be asked for in another thread
-        self._taking: tuple[StepRecord, StepResult | Begun] | None = None  # inside optimizer.step()
-        self._empty, self._unscored = EmptyBatches(), Unscored()
+        self._micros: list[tuple[np.ndarray, MicroBatch | None]] = []  # of this step
+        self._unsettled: deque[tuple[StepEntry, Pending]] = deque()
+        self._ledger_lock = threading.RLock()  # tables may be asked for in another thread
+        self._taking: tuple[StepEntry, StepResult | Begun] | None = None  # inside optimizer.step()
+        self._empty, self._unscored = EmptyBatches(), UnscoredParameters()
         self._capture.on_empty = self._empty.ended
         self._capture.provenance.held = held_by(optimizer)
+        self.tally = Tally()
         self._id_type: type | None = None
         self._check: Check | None = None
         self._depth = 0  # an optimizer whose step() calls its base class's runs the hooks twice
@@ -130,12 +131,12 @@ class Run(Summary, Tables):
         if not self.config.scores(self.step):
             self._drop_skipped()
             yield
-            self._pending.append((array, None))
+            self._micros.append((array, None))
             self._scorer.accumulated.note(self.params, scored=False)
             return
-        held = self._memory.held
+        held, self._memory.batches = self._memory.held, len(self._micros)
         try:
-            with self._recorded(), self._capture.batch(len(array)) as micro:
+            with self._noting_calls(), self._capture.batch(len(array)) as micro:
                 yield
         except BaseException:
             self._memory.held = held
@@ -144,21 +145,21 @@ class Run(Summary, Tables):
             return
         if not micro.fired:
             if self._check is not None:
-                self._check.recordings.pop()
+                self._check.calls.pop()
             return
-        self._pending.append((array, micro))
+        self._micros.append((array, micro))
         self._scorer.accumulated.note(self.params, audit=self._audited())
         outsiders = list(self._capture.provenance.outsiders.values())
         if self._unscored.look(self._left_out, outsiders, self.optimizer) and self._described:
-            self._store.update_info(**describe(self.model, self.optimizer, self.coverage()))
+            self._ledger.update_info(**describe(self.model, self.optimizer, self.coverage()))
 
-    def _recorded(self) -> AbstractContextManager[None]:
-        """Record the inputs of the batch if ``check()`` was called, else do nothing."""
+    def _noting_calls(self) -> AbstractContextManager[None]:
+        """Keep the calls of the model if ``check()`` was called, else do nothing."""
         if self._check is None:
             return nullcontext()
-        recording = Recording(self.model, self.config.batch_dim)
-        self._check.recordings.append(recording)
-        return recording.recording()
+        calls = ModelCalls(self.model, self.config.batch_dim)
+        self._check.calls.append(calls)
+        return calls.noting()
 
     def check(self, permutations: int = PERMUTATIONS) -> Check:
         """Compare the next scored step with exact Shapley values of this very model.
@@ -189,7 +190,7 @@ class Run(Summary, Tables):
             self._validator.close()
             self._scorer.close()
         try:
-            self._ledger.close()
+            self._settled().close()
         finally:
             self.tally.close()
 
@@ -209,13 +210,14 @@ class Run(Summary, Tables):
 
         Raises LedgerError if records could not be written; training itself goes on without.
         """
-        self._ledger.flush()
+        ledger = self._settled()
+        ledger.flush()
         return {
             "step": self.step,
             "unwatched": self.unwatched,
             "next_audit": self._next_audit,
             "validation": self._validator.state_dict(),
-            "ledger": self._ledger.state_dict(),
+            "ledger": ledger.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -226,7 +228,7 @@ class Run(Summary, Tables):
                 f"this is not what run.state_dict() returned: it has no {missing[0]!r}. Keep that "
                 "under a key of its own in the checkpoint and pass it here as it was"
             )
-        self._ledger.load_state_dict(state["ledger"])  # refuses what is another run's
+        self._settled().load_state_dict(state["ledger"])  # refuses what is another run's
         self._ledger.truncate(state["step"])
         self._forget()
         self._taking = None
@@ -258,7 +260,7 @@ class Run(Summary, Tables):
             return changed
         try:
             with torch.no_grad():
-                self._record()
+                self._begin_step()
         finally:
             self.step += 1
             self._forget()
@@ -269,23 +271,23 @@ class Run(Summary, Tables):
         self._depth = max(self._depth - 1, 0)
         if self._depth or self._taking is None:
             return
-        record, score = self._taking
+        entry, score = self._taking
         self._taking = None
         done: StepResult | Pending
         with torch.no_grad():
             done = self._scorer.finish(score) if isinstance(score, Begun) else score
-        with self._recording:
+        with self._ledger_lock:
             self._settle()
             if isinstance(done, Pending):  # copied to the host while the next step runs
-                self._unsettled.append((record, done))
+                self._unsettled.append((entry, done))
                 return
-            self._append(record, done)
+            self._append(entry, done)
         if done.audit is not None:
             every = self.config.audit_every
-            self._next_audit = (record.step // every + 1) * every
+            self._next_audit = (entry.step // every + 1) * every
 
-    def _record(self) -> None:
-        if not self._pending:
+    def _begin_step(self) -> None:
+        if not self._micros:
             self.unwatched += 1
             if self.unwatched == 1:
                 warnings.warn(
@@ -294,64 +296,64 @@ class Run(Summary, Tables):
                     stacklevel=6,
                 )
             return
-        ids = np.concatenate([i for i, _ in self._pending])
-        micros = [m for _, m in self._pending if m is not None]
+        ids = np.concatenate([i for i, _ in self._micros])
+        micros = [m for _, m in self._micros if m is not None]
         lr = float(self.optimizer.param_groups[0]["lr"])
         score: StepResult | Begun = StepResult()
-        if len(micros) == len(self._pending):
+        if len(micros) == len(self._micros):
             check, self._check = self._check, None
             score = self._scorer.begin(self.step, micros, ids, self._audited(), check)
             self._capture.settle_claims(micros, self._validator.look)
-        self._begin()
-        record = StepRecord(self.step, ids, None, lr, float(self.config.every))
-        self._taking = record, score
+        self._claim_ledger()
+        entry = StepEntry(self.step, ids, None, lr, float(self.config.every))
+        self._taking = entry, score
 
     def _give_up_step(self) -> None:
         """Record the step under way as void: ``optimizer.step()`` raised and never finished."""
         if self._taking is not None:
-            record, _ = self._taking
+            entry, _ = self._taking
             self._taking = None
-            with self._recording:
+            with self._ledger_lock:
                 self._settle()
-                self._append(record, StepResult(void="optimizer.step() did not finish"))
+                self._append(entry, StepResult(void="optimizer.step() did not finish"))
 
     def _audited(self) -> bool:
         return self.config.audit_every > 0 and self.step >= self._next_audit
 
     def _settle(self) -> None:
         """Wait for the values still on the device and append their steps to the ledger."""
-        with self._recording:
+        with self._ledger_lock:
             while self._unsettled:
-                record, pending = self._unsettled.popleft()
-                self._append(record, pending.settle())
+                entry, pending = self._unsettled.popleft()
+                self._append(entry, pending.settle())
 
-    def _append(self, record: StepRecord, score: StepResult) -> None:
+    def _append(self, entry: StepEntry, score: StepResult) -> None:
         self._scorer.settled(score)
         done = replace(
-            record, values=score.values, void=score.void, audit=score.audit, missed=score.missed
+            entry, values=score.values, void=score.void, audit=score.audit, missed=score.missed
         )
-        self._book.append(done)
+        self._ledger.append(done)
         self.tally.add(done)
 
-    @property
-    def _ledger(self) -> Ledger:  # type: ignore[override]
-        """The ledger, after the steps whose values were still on the device are in it."""
+    def _settled(self) -> Ledger:
+        """Returns the ledger, after the steps whose values were still on the device are in it."""
         self._settle()
-        return self._book
+        return self._ledger
 
-    def _begin(self) -> None:
-        """Before the first record, continue the folder, overwrite it or raise LedgerError."""
-        if self._described or self._store is None:
+    def _claim_ledger(self) -> None:
+        """Before the first entry: continue the ledger, overwrite it or raise LedgerError."""
+        if self._described:
             return
+        last = self._ledger.last_step
         if not self._loaded and self._overwrite:
-            self._store.restart()
-        elif not self._loaded and self._store.last_step >= 0:
+            self._ledger.restart()
+        elif not self._loaded and last >= 0:
             raise LedgerError(
-                f"{self._store.path} holds steps up to {self._store.last_step} already. To go on, "
+                f"{self._ledger.name()} holds steps up to {last} already. To go on, "
                 "call run.load_state_dict(...) with the checkpoint's state; to start again, pass "
                 "watch(..., overwrite=True) or another folder"
             )
-        self._store.update_info(**describe(self.model, self.optimizer, self.coverage()))
+        self._ledger.update_info(**describe(self.model, self.optimizer, self.coverage()))
         self._described = True
 
     # Bookkeeping
@@ -370,27 +372,26 @@ class Run(Summary, Tables):
 
     def _drop_skipped(self) -> None:
         """Drop the records of a step that GradScaler skipped: its gradients were cleared."""
-        if self._pending and self._scorer.accumulated.thrown_away(self.params):
+        if self._micros and self._scorer.accumulated.thrown_away(self.params):
             self._forget()
 
     def _first_gradient(self) -> None:
         """Called in each batch before its backward pass adds anything to .grad."""
         self._drop_skipped()
-        self._scorer.accumulated.begin(self.params, first=not self._pending)
+        self._scorer.accumulated.begin(self.params, first=not self._micros)
 
     def _forget(self) -> None:
-        for _, micro in self._pending:
+        for _, micro in self._micros:
             if micro is not None:
-                micro.records.clear()  # a kept loss keeps its graph alive, and that its MicroBatch
+                micro.records.clear()  # a loss that the loop keeps would keep the MicroBatch alive
         if self._check is not None:
-            self._check.recordings.clear()
-        self._pending, self._memory.held = [], 0
+            self._check.calls.clear()
+        self._micros, self._memory.held = [], 0
         self._capture.blocks.over()
         self._scorer.accumulated.forget()
 
-    def _account(self, new: int) -> None:
-        device = next(iter(self.params.values())).device
-        self._memory.add(new, device, len(self._pending))
+    def _device(self) -> torch.device:
+        return next(iter(self.params.values())).device
 
 
 def _eager(hook: Any) -> Any:

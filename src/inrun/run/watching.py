@@ -1,4 +1,4 @@
-"""``watch``: what it takes, and what it refuses before anything begins."""
+"""``watch``: checks its arguments and makes a ``Run``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from inrun.gradients import Form
-from inrun.ledger.records import Ledger, MemoryLedger
-from inrun.run.bookkeeping import Config, scored_parameters
+from inrun.ledger.entries import Ledger, MemoryLedger
+from inrun.run.bookkeeping import Config
+from inrun.run.coverage import scored_parameters
 from inrun.run.refusals import (
     check_choices,
     check_estimators,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inrun.ledger.records import Audit
+from inrun.ledger.entries import Audit
 from inrun.scoring.taken import Prediction
 
 NOT_FINITE = "the training gradient is not finite"

@@ -35,7 +35,7 @@ from inrun.capture.micro_batch import MicroBatch
 from inrun.errors import CaptureError
 from inrun.exact.check import Check, compare, gradient_errors, per_example
 from inrun.exact.repeat import verified_rows
-from inrun.ledger.records import Audit
+from inrun.ledger.entries import Audit
 from inrun.optimizers import rule_for
 from inrun.optimizers.base import LinearMap, Scale, has_own_rule
 from inrun.scoring.clipping import Clipping, ClippingWatch, Unrecognised

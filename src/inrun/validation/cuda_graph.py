@@ -1,11 +1,11 @@
-"""The validation pass as a CUDA graph: recorded once, then replayed in every step.
+"""The validation pass as a CUDA graph: made once, then replayed in every step.
 
-At one sequence the pass is bound by the host, which launches hundreds of small kernels. A replay
-costs one launch. It repeats the kernels, not the Python that chose them, so it is used only where
-that Python sees nothing that can change unnoticed: the shapes of the batch, the addresses of the
-weights, plain attributes of the modules and plain numbers that the loss function refers to are
-compared before each replay; a loss that refers to anything else is never recorded. What cannot be
-recorded (the pass waits for the device, say) runs as usual.
+With a small batch the host is the bottleneck: it launches hundreds of small kernels. A replay costs
+one launch. It repeats the kernels, not the Python that chose them. So before each replay everything
+that this Python depends on is compared: the shapes of the batch, the addresses of the weights, the
+attributes of the modules and the numbers that the loss function refers to. A loss that refers to
+anything else gets no graph. Nor does a pass that cannot be one, because it waits for the device for
+example; it runs as usual.
 """
 
 from __future__ import annotations
@@ -32,28 +32,27 @@ from inrun.torch_compat import (
     tree_flatten,
     tree_unflatten,
 )
+from inrun.validation.reach import PLAIN, names_of
 
-Result = tuple[Tensor, list[Tensor]]
-# Of a batch and the weights differentiated by; None for those that the loss does not depend on.
-Pass = Callable[[Any, Sequence[Tensor]], tuple[Tensor, Sequence[Tensor | None]]]
-_BEFORE = 2  # usual passes before one is recorded: everything is compiled and warm by then
-_PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
+Result = tuple[Tensor, Sequence[Tensor | None]]  # loss and gradients; None without dependence
+Pass = Callable[[Any, Sequence[Tensor]], Result]  # of a batch and the weights to differentiate by
+_BEFORE = 2  # usual passes before a graph is made: by then everything is compiled
 
 
 @dataclass
-class _Recording:
+class _Graph:
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     result: Result
 
 
-class Recorder:
-    """Replays passes that came before."""
+class GraphCache:
+    """The graphs of earlier passes, each replayed if nothing it depends on has changed."""
 
     def __init__(self, loss: Callable[..., Any]) -> None:
         self.state_of_loss = referred(loss)
         self._seen: dict[Any, int] = {}
-        self._recordings: dict[Any, _Recording] = {}
+        self._graphs: dict[Any, _Graph] = {}
         self._refused = False  # one could not be made: no more are tried
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
@@ -62,10 +61,10 @@ class Recorder:
         self, compute: Pass, batch: Any, weights: Sequence[Tensor], modules: Sequence[nn.Module],
         context: Any,
     ) -> Result:  # fmt: skip
-        """``compute(batch, weights)``, with zeros for None; valid until the next call."""
+        """Returns ``compute(batch, weights)``; valid until the next call."""
 
         def usual() -> Result:
-            return filled(compute(batch, weights), weights)
+            return compute(batch, weights)
 
         leaves, spec = tree_flatten(batch)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
@@ -82,35 +81,35 @@ class Recorder:
             str(spec), repr(others), tuple((x.shape, x.dtype) for x in tensors), context,
             tuple(w.data_ptr() for w in weights), state, fingerprint,
         )  # fmt: skip
-        recording = self._recordings.get(key)
-        if recording is not None:
-            for mine, given in zip(recording.inputs, tensors, strict=True):
+        known = self._graphs.get(key)
+        if known is not None:
+            for mine, given in zip(known.inputs, tensors, strict=True):
                 mine.copy_(given, non_blocking=True)
-            recording.graph.replay()
-            return recording.result
+            known.graph.replay()
+            return known.result
         self._seen[key] = self._seen.get(key, 0) + 1
-        if self._refused or self._seen[key] <= _BEFORE or len(self._recordings) >= 4:
+        if self._refused or self._seen[key] <= _BEFORE or len(self._graphs) >= 4:
             return usual()
         with torch.cuda.device(weights[0].device):
-            trial = tried(compute, batch, weights, modules)
+            trial = trial_pass(compute, batch, weights, modules)
             found = usual()
             if not bool(found[0].isfinite()):
-                return found  # says nothing of the trial: next time
+                return found  # cannot be compared with the trial: next time
             if trial is not None and _same(trial[0], found[0]):
-                recording = self._record(compute, leaves, spec, weights, modules)
-        if recording is None:
+                known = self._make(compute, leaves, spec, weights, modules)
+        if known is None:
             self._refused = True
         else:
-            self._recordings[key] = recording
+            self._graphs[key] = known
         return found
 
     def close(self) -> None:
-        self._recordings, self._pool, self._stream = {}, None, None
+        self._graphs, self._pool, self._stream = {}, None, None
 
-    def _record(
+    def _make(
         self, compute: Pass, leaves: Sequence[Any], spec: Any, weights: Sequence[Tensor],
         modules: Sequence[nn.Module],
-    ) -> _Recording | None:  # fmt: skip
+    ) -> _Graph | None:  # fmt: skip
         static = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         self._stream = self._stream or torch.cuda.Stream()
@@ -122,39 +121,35 @@ class Recorder:
                 torch.cuda.graph(graph, capture_error_mode="thread_local", **where),
             ):
                 try:
-                    result = filled(compute(tree_unflatten(static, spec), own), own)
+                    result = compute(tree_unflatten(static, spec), own)
                 except BaseException as error:
                     cause = error
                     raise
         except Exception:
             if cause is not None and not isinstance(cause, Exception):
-                raise cause from None  # Ctrl-C, which the end of the recording has replaced
+                raise cause from None  # Ctrl-C, which torch.cuda.graph has replaced
         finally:
-            torch.cuda.set_stream(before)  # where it fails, torch leaves the recording's in force
+            torch.cuda.set_stream(before)  # after a failure torch leaves the graph's stream current
         if result is None:
             _settle(weights[0].device)
             return None
         self._pool = graph.pool()
-        return _Recording(graph, [x for x in static if isinstance(x, Tensor)], result)
-
-
-def filled(found: tuple[Tensor, Sequence[Tensor | None]], weights: Sequence[Tensor]) -> Result:
-    """With zeros where there is no dependence."""
-    loss, grads = found
-    pairs = zip(grads, weights, strict=True)
-    return loss, [torch.zeros_like(w) if g is None else g for g, w in pairs]
+        return _Graph(graph, [x for x in static if isinstance(x, Tensor)], result)
 
 
 def _same(trial: Tensor, usual: Tensor) -> bool:
-    """Is it the same loss but for rounding? Other kernels may have been chosen."""
+    """Are the losses the same up to rounding? The passes may have used different kernels."""
     return math.isclose(float(trial), float(usual), rel_tol=5e-3, abs_tol=1e-6)
 
 
-def tried(
+def trial_pass(
     compute: Pass, batch: Any, weights: Sequence[Tensor], modules: Sequence[nn.Module]
 ) -> Result | None:
-    """The pass as it would be recorded; None if that would fail or give something else: it waits
-    for the device, or a weight is found elsewhere than in the modules, or has hooks."""
+    """Run the pass as it would go into a graph.
+
+    Returns None if a graph would fail or give something else: the pass waits for the device, or a
+    weight is used that is not found in the modules, or a weight has hooks.
+    """
     if any(type(w) is not nn.Parameter or hooks_of_tensor(w) for w in weights):
         return None
     mode = torch.cuda.get_sync_debug_mode()
@@ -165,27 +160,22 @@ def tried(
             torch.cuda.set_sync_debug_mode("error")
             with twins(modules, weights) as own:
                 loss, grads = compute(batch, [*own, *weights])
-        except Exception:  # one of the pass's own comes again in the usual pass
+        except Exception:  # an error of the pass itself comes again in the usual pass
             return None
         finally:
             torch.cuda.set_sync_debug_mode(mode)
     if any(g is not None for g in grads[len(weights) :]):
         return None
-    return filled((loss, grads[: len(weights)]), weights)
-
-
-def recording() -> bool:
-    """Are kernels being recorded now? (A build of torch without CUDA cannot be asked.)"""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return loss, grads[: len(weights)]
 
 
 @contextmanager
 def twins(modules: Sequence[nn.Module], weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The modules with other parameters in the place of these, in the same memory.
+    """Inside, the modules hold new parameters in the place of ``weights``, on the same memory.
 
-    Autograd has a node for each parameter, which lives as long as any graph that it is in (that of
-    the training's loss, which a loop usually still holds) and belongs to the stream on which it was
-    made. A recording runs on a stream of its own and would fail.
+    Autograd keeps one node per parameter as long as any autograd graph uses it (the training's
+    loss, which a loop usually still holds). The node belongs to the stream on which it was made.
+    A CUDA graph is made on another stream and would fail with it.
     """
     own = {id(w): nn.Parameter(w.detach()) for w in weights}
     places = [
@@ -204,8 +194,10 @@ def twins(modules: Sequence[nn.Module], weights: Sequence[Tensor]) -> Iterator[l
 
 
 def _settle(device: torch.device) -> None:
-    """After a recording that failed: what went wrong in it must not be told of what comes next.
-    CUDA may still have it in store, and torch before 2.13 leaves its random numbers in it."""
+    """Clean up after a graph could not be made, so that later calls do not report its error.
+
+    CUDA may still hold the error, and torch before 2.13 leaves the random generator in graph mode.
+    """
     generator = torch.cuda.default_generators[device.index or 0]
     with suppress(RuntimeError):
         generator.graphsafe_set_state(generator.clone_state())
@@ -219,9 +211,9 @@ def _settle(device: torch.device) -> None:
 
 
 def attributes(modules: Sequence[nn.Module]) -> tuple[Any, ...] | None:
-    """A fingerprint of the plain attributes of modules, and of containers of such.
+    """Returns a fingerprint of the attributes of modules: numbers, text and containers of such.
 
-    None: a module has hooks, whose Python is not ours to leave out.
+    Returns None if a module has hooks: a replay would not call them.
     """
     found: list[Any] = []
     for i, module in enumerate(modules):
@@ -230,30 +222,31 @@ def attributes(modules: Sequence[nn.Module]) -> tuple[Any, ...] | None:
             return None
         found.append(own.get("training"))  # a compiled module has it elsewhere
         for name, x in own.items():
-            if name not in MODULE_ATTRIBUTES and (plain := _plain(x)) is not None:
-                found.append((i, name, plain))
+            if name not in MODULE_ATTRIBUTES and (value := _fingerprint(x)) is not None:
+                found.append((i, name, value))
     return tuple(found)
 
 
-def _plain(x: Any, depth: int = 0) -> Any:
-    """Something hashable that changes with a plain value, or with a small container of such."""
+def _fingerprint(x: Any, depth: int = 0) -> Any:
+    """Returns something hashable that changes with a value or a small container of values."""
     kind = type(x)
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return kind, x
     if isinstance(x, (enum.Enum, np.generic)):
         return kind, repr(x)
     if kind not in (tuple, list, set, dict) or len(x) > 64 or depth > 3:
         return None
     if kind is dict:
-        return kind, tuple((repr(k), _plain(y, depth + 1)) for k, y in x.items())
-    return kind, tuple(_plain(y, depth + 1) for y in x)
+        return kind, tuple((repr(k), _fingerprint(y, depth + 1)) for k, y in x.items())
+    return kind, tuple(_fingerprint(y, depth + 1) for y in x)
 
 
 def referred(loss: Callable[..., Any]) -> Callable[[], tuple[Any, ...] | None] | None:
-    """What a function refers to outside its arguments, to be read again before each replay.
+    """Returns a function that reads the values ``loss`` refers to beside its arguments.
 
-    None, or later a reading of None: that is more than plain values, torch's functions and classes,
-    our classes, and functions of which the same is true.
+    It is called before each replay. It returns None, or is None itself, if ``loss`` refers to more
+    than plain values, torch's functions and classes, our classes, and functions that refer to no
+    more than these.
     """
 
     def read() -> tuple[Any, ...] | None:
@@ -273,11 +266,11 @@ def _read(function: Any, found: list[Any], seen: set[int]) -> bool:
         cells = [c.cell_contents for c in function.__closure__ or ()]
     except ValueError:  # not filled yet
         return False
-    names = _names(function.__code__)
+    names = names_of(function.__code__)
     space = function.__globals__
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     for x in (*(space[n] for n in names if n in space), *cells, *defaults):
-        if type(x) in _PLAIN:
+        if type(x) in PLAIN:
             found.append(x)
         elif isinstance(x, nn.Module):
             found.append(attributes(list(x.modules())))
@@ -286,14 +279,8 @@ def _read(function: Any, found: list[Any], seen: set[int]) -> bool:
     return True
 
 
-def _names(code: types.CodeType) -> list[str]:
-    """Names that the code and functions inside it look up."""
-    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    return [*code.co_names, *(n for c in inner for n in _names(c))]
-
-
 def _fixed(x: Any) -> bool:
-    """Part of torch, of Python itself or of this library."""
+    """Is it part of torch, of Python itself or of this library?"""
     if isinstance(x, types.ModuleType):
         name = x.__name__
     elif isinstance(x, (type, types.FunctionType, types.BuiltinFunctionType)):
@@ -301,6 +288,6 @@ def _fixed(x: Any) -> bool:
     else:
         return False
     library = name.split(".")[0]
-    if library == "inrun":  # what our functions refer to is read as that of others
+    if library == "inrun":  # the values that our own functions refer to are read as well
         return not isinstance(x, types.FunctionType)
     return library in ("torch", "builtins", "math", "typing", "collections")

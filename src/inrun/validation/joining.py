@@ -1,4 +1,4 @@
-"""When the targets' batches may be joined in one pass.
+"""Decides whether the targets' batches may be joined in one pass.
 
 The joined pass gives the gradient of each target as a sum over its rows. It is right if these are
 the gradients that each target has alone. That is measured, for **every target** and **every set of
@@ -34,14 +34,14 @@ from inrun.capture.provenance import TensorMap
 from inrun.errors import BatchError, CaptureError
 from inrun.tensors.autocast import no_autocast
 from inrun.torch_compat import tree_flatten, version_of
+from inrun.validation.reach import PLAIN
 from inrun.validation.sweep import Gradients
 
-_ONCE = 8  # sets that were measured and did not come back: from then on only those that do
-_SETS = 4096  # that are remembered
-_UNDECIDED = 8  # measurements in a row that say nothing
-_SHAKE = 0.1  # of a parameter's size
-_FROM_ZERO = 0.02  # for one that is zero
-_PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
+_ONCE = 8  # measured sets that did not come back; then only sets seen before are measured
+_SETS = 4096  # of batches that are remembered
+_UNDECIDED = 8  # measurements in a row without a result
+_SHAKE = 0.1  # size of the random move, relative to the parameter's
+_FROM_ZERO = 0.02  # size of the move of a parameter that is zero
 Single = Callable[[int], Sequence[Tensor]]  # a target's own gradient
 
 
@@ -62,8 +62,8 @@ class Joining:
         return self.allowed and bool(self._used)
 
     def join(self, drawn: Sequence[Sequence[Any]]) -> tuple[list[int], Any] | None:
-        """The rows of each target in the joined batch and what the set is known by; None where
-        they do not fit together."""
+        """Returns the rows of each target in the joined batch and a key of this set of batches;
+        None if the batches do not fit together."""
         if not self.allowed or len(drawn) < 2:
             return None
         kinds, sizes, weights = set(), list[int](), set()
@@ -88,7 +88,7 @@ class Joining:
         return True
 
     def worth_measuring(self, key: Any) -> bool:
-        """Does this set come back, as far as can be told?"""
+        """Is this set likely to come back? Measuring one that does not is a waste."""
         lonely = sum(1 for n in self._used.values() if n == 0)
         if key in self._seen or key in self._used or lonely < _ONCE:
             return True
@@ -99,7 +99,7 @@ class Joining:
         self, key: Any, names: Sequence[str], params: Mapping[str, Tensor],
         joined: Callable[[], Gradients], single: Single, half: bool,
     ) -> bool:  # fmt: skip
-        """Is the gradient of each target in the joined pass its own? At weights moved at random."""
+        """Compare the joined pass with a pass for each target, at weights moved at random."""
         self._used.pop(key, None)
         try:
             self._measured += 1
@@ -121,12 +121,12 @@ class Joining:
             return True
         self._undecided += 1
         if self._undecided < _UNDECIDED:
-            return False  # this says nothing; the next step may
+            return False  # no result; the next step may give one
         name = names[int(table.isfinite().int().argmin())]
         return self._refuse(f"the gradient of target '{name}' is zero or not finite")
 
     def _refuse(self, why: str) -> bool:
-        """From now on each target has its own pass, which takes so much longer that it is said."""
+        """Give each target its own pass from now on; warn, because that takes longer."""
         self.allowed = False
         warnings.warn(
             "the targets' validation batches cannot be joined in one pass, so each has its own and "
@@ -137,9 +137,10 @@ class Joining:
         return False
 
     def _weights(self, batch: Any, rows: int) -> Any:
-        """How much counts in each row on average: ignored labels, masks of zeros and ones, weights
-        of rows; and numbers that stand for the whole batch. Sets where these differ are not
-        joinable with the usual losses: that they are not even tried keeps the others joined."""
+        """Returns how much counts in a row on average (ignored labels, masks of zeros and ones,
+        weights of rows) and numbers that stand for the whole batch. Sets of batches that differ in
+        these cannot be joined with the usual losses. They are not even tried, because one failure
+        ends all joining."""
         found = []
         for x in tree_flatten(batch)[0]:
             if not isinstance(x, Tensor) or not x.numel() or (x.is_floating_point() and x.ndim > 1):
@@ -152,7 +153,7 @@ class Joining:
         return tuple(found)
 
     def _contents(self, x: Any) -> Any:
-        """What a leaf of a batch is known by."""
+        """Returns a key of a leaf of a batch: a digest of its numbers, or identity and version."""
         if not isinstance(x, Tensor):
             return x
         if x.device.type == "cpu":
@@ -166,7 +167,7 @@ class Joining:
 
 
 def _limited(kept: dict[Any, Any]) -> dict[Any, Any]:
-    """With room for one more."""
+    """Drop the oldest entries, so that there is room for one more."""
     while len(kept) >= _SETS:
         kept.pop(next(iter(kept)))
     return kept
@@ -174,7 +175,7 @@ def _limited(kept: dict[Any, Any]) -> dict[Any, Any]:
 
 @contextmanager
 def moved(params: Mapping[str, Tensor], seed: int) -> Iterator[None]:
-    """The parameters moved at random inside; their own memory again outside."""
+    """Inside, the parameters are moved at random; afterwards they have their own memory again."""
     own = [p.data for p in params.values()]
     generators: dict[torch.device, torch.Generator] = {}
     try:
@@ -195,9 +196,12 @@ def moved(params: Mapping[str, Tensor], seed: int) -> Iterator[None]:
 
 
 def _error(found: Gradients, q: int, own: Mapping[str, Tensor]) -> Tensor:
-    """By how much of its size the gradient of a target differs from its own: of the whole, or of
-    the parameter where that is most (small ones count as a hundredth of the whole); NaN where it
-    vanishes or is not finite."""
+    """Returns the relative error of a target's gradient in the joined pass.
+
+    It is the larger of the error of the whole gradient and the largest error of one parameter
+    (whose size counts as at least a hundredth of the whole). NaN if the target's own gradient
+    vanishes or is not finite.
+    """
     off, size = [], []
     with no_autocast(found.loss.device.type):
         for k, g in own.items():
@@ -228,8 +232,8 @@ def _rows(batch: Any) -> int | None:
 
 
 def _kind(batch: Any) -> Any:
-    """Batches of the same kind can be put side by side; None: this one cannot, it holds something
-    other than tensors and plain values."""
+    """Returns a key that is equal for batches that can be put side by side; None for a batch that
+    holds something other than tensors and plain values."""
     leaves, spec = tree_flatten(batch)
     found = list[Any]()
     for x in leaves:
@@ -237,7 +241,7 @@ def _kind(batch: Any) -> Any:
             if x.layout != torch.strided:
                 return None
             found.append((tuple(x.shape[1:]), x.ndim, x.dtype))
-        elif type(x) in _PLAIN:
+        elif type(x) in PLAIN:
             found.append((type(x), x))
         else:
             return None

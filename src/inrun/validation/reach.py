@@ -1,4 +1,4 @@
-"""What a validation pass may write to: everything it can reach from the model and the loss.
+"""Finds what a validation pass may write to: everything it can reach from the model and the loss.
 
 From every module: buffers, plain tensors, numbers and other attributes, containers and objects that
 hold such, hooks. From the loss function: the heads, criteria, tensors and generators that its
@@ -32,13 +32,13 @@ from inrun.torch_compat import (
     parameters_of,
     version_of,
 )
-from inrun.validation.copies import slots_of
 
 _DEPTH = 4  # objects and functions inside each other, from a module or a function on
 _DEEPEST = 16  # containers
 _LARGEST = 4096  # entries of a container whose entries are looked at
-_PLAIN = frozenset([int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device])
-_NOTHING = _PLAIN | {torch.Size, type, types.ModuleType, types.BuiltinFunctionType, slice, range}
+# Types of plain values: comparing two of them shows whether anything has changed.
+PLAIN = frozenset([int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device])
+_NOTHING = PLAIN | {torch.Size, type, types.ModuleType, types.BuiltinFunctionType, slice, range}
 _BUILT_IN = frozenset([dict, OrderedDict, defaultdict, list, set, deque])
 # Their forward pass writes to nothing, and they hold nothing but parameters and plain values.
 _STATELESS = frozenset([
@@ -47,18 +47,18 @@ _STATELESS = frozenset([
     nn.ModuleList, nn.ModuleDict, nn.Flatten, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
     nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder,
 ])  # fmt: skip
-# Not state of the model, or the affair of other threads and libraries.
+# No state of the model, or used by other threads and libraries as well.
 _ALIEN = (Optimizer, LRScheduler, Dataset, DataLoader, Sampler)
 _LIBRARIES = frozenset(["torch", "numpy", "inrun", "logging", "threading", "_thread", "asyncio",
                         "concurrent", "tqdm", "weakref", "functools", "tokenizers", "datasets",
                         "lightning", "pytorch_lightning", "lightning_fabric", "accelerate",
                         "wandb", "deepspeed"])  # fmt: skip
-_SHARED = (random._inst, np.random.mtrand._rand)  # generators.py has them
+_SHARED = (random._inst, np.random.mtrand._rand)  # global: state.Generators has them
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
 
 class Reached:
-    """The result: see the attributes."""
+    """Everything that was found, by kind."""
 
     def __init__(self, modules: Iterable[nn.Module], loss: Callable[..., Any]) -> None:
         self.spaces: list[tuple[Any, Any]] = []  # containers, and copies of them
@@ -67,7 +67,7 @@ class Reached:
         self.cells: list[tuple[Any, Any]] = []  # closure cells and the tensors in them
         self.names: list[tuple[dict[str, Any], str, Tensor]] = []  # tensors in other namespaces
         self.tensors: dict[int, Tensor] = {}
-        self.statistics: set[int] = set()  # of normalisations, among the tensors
+        self.statistics: set[int] = set()  # those tensors that normalisations average
         self.plain: list[Any] = []  # values that the loss refers to
         self.generators: list[Any] = []
         self.arrays: list[np.ndarray] = []
@@ -77,10 +77,10 @@ class Reached:
         self._value(loss, 0, inside=False)
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """Changes whenever a plain value changes, or a tensor other than parameters and the
-        statistics of normalisations is written to."""
+        """Returns a key that changes whenever a plain value changes, or a tensor is written to
+        that is neither a parameter nor a running statistic of a normalisation."""
         plain = [
-            tuple((k, v) for k, v in copy.items() if type(v) in _PLAIN and k != "training")
+            tuple((k, v) for k, v in copy.items() if type(v) in PLAIN and k != "training")
             for _, copy in (*self.spaces, *self.slots)
             if isinstance(copy, dict)
         ]
@@ -126,7 +126,7 @@ class Reached:
             self.tensors[id(t)] = t
 
     def _value(self, x: Any, depth: int, inside: bool) -> None:
-        """``inside``: it belongs to a module."""
+        """Note a value and what it holds. ``inside``: it belongs to a module."""
         kind = type(x)
         if kind in _NOTHING or id(x) in self._seen or depth > _DEEPEST:
             return
@@ -170,7 +170,7 @@ class Reached:
 
     def _names(self, space: dict[str, Any]) -> None:
         self.names.extend((space, k, x) for k, x in space.items() if isinstance(x, Tensor))
-        self.plain.extend((k, x) for k, x in space.items() if type(x) in _PLAIN)
+        self.plain.extend((k, x) for k, x in space.items() if type(x) in PLAIN)
 
     def _each(self, xs: Iterable[Any], depth: int, inside: bool) -> None:
         values = list(xs)
@@ -189,7 +189,7 @@ class Reached:
                 continue
             if isinstance(held, Tensor):
                 self.cells.append((cell, held))
-            elif type(held) in _PLAIN:
+            elif type(held) in PLAIN:
                 self.plain.append(held)
             self._value(held, depth + 1, inside)
         space = f.__globals__
@@ -197,7 +197,7 @@ class Reached:
             if name in space and type(x := space[name]) not in (types.ModuleType, type):
                 if isinstance(x, Tensor):
                     self.names.append((space, name, x))
-                elif type(x) in _PLAIN:
+                elif type(x) in PLAIN:
                     self.plain.append((name, x))
                 self._value(x, depth + 1, inside)
         self._each((*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()), depth, inside)
@@ -233,3 +233,12 @@ def names_of(code: types.CodeType) -> tuple[str, ...]:
     """Names that the code and functions inside it look up."""
     inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
     return tuple(dict.fromkeys((*code.co_names, *(n for c in inner for n in names_of(c)))))
+
+
+def slots_of(kind: type) -> tuple[str, ...]:
+    """The names of the slots of a class and its bases."""
+    found: list[str] = []
+    for c in kind.__mro__:
+        slots = getattr(c, "__slots__", ())
+        found += [slots] if isinstance(slots, str) else list(slots)
+    return tuple(s for s in dict.fromkeys(found) if s not in ("__dict__", "__weakref__"))

@@ -1,24 +1,41 @@
-"""Puts back what validation passes write, so that the training never sees it.
+"""Puts back what validation passes change, so that the training never sees it.
 
-Around all passes of a step everything that a pass can write to (reach.py) is noted: containers and
-attributes by identity, tensors by a copy, generators by their state. Afterwards, and before each
-further pass of the step, it is set back. So each pass of a step starts from the training's state.
+``State`` looks after the model and the loss function. Before the passes of a step it notes
+everything that a pass can write to (reach.py): containers and attributes by identity, tensors by a
+copy, generators of their own by their state. Afterwards, and before each further pass of the step,
+it sets all this back. So each pass of a step starts from the training's state.
 
 * Copies are kept from step to step and refreshed where the training wrote to a tensor: seen by its
   version, and at every step for small tensors, which may have been written through ``.data`` or
   numpy. Larger ones that a pass writes to in that way are found by comparing numbers in the first
   steps.
-* Tensors above ``_LARGEST`` bytes are not copied; a pass that writes to one is told of.
+* Tensors above ``_LARGEST`` bytes are not copied; if a pass writes to one, a warning says so.
 * A pass that writes to a parameter in place is refused.
 * Not put back: state outside Python and torch (files, C extensions), global variables and class
   attributes that the code of modules sets, iterators, sparse tensors, and plain numbers and lists
   of functions and objects that are no modules: a counter in the closure of the loss counts
   validation passes, too.
+
+``Generators`` looks after the global random generators of torch, Python and numpy, which the
+training uses as well. While a batch is drawn or a pass runs they are seeded, and set back
+afterwards. But all threads share them: to set one back while another thread draws from it (a
+prefetching thread that augments images) would let that thread draw the same numbers again. So
+where there are other threads, it matters which thread has drawn:
+
+* If a generator has not moved, no thread drew from it. The work inside does not use it, so it is
+  not touched again while there are other threads.
+* If it has moved and the other threads took no processor time meanwhile, our work drew from it.
+* If they did take time and it is not known from an earlier time who draws, torch's generators are
+  set back (losses draw noise from them, threads hardly ever do), Python's and numpy's are not, and
+  a warning says so once.
 """
 
 from __future__ import annotations
 
 import random
+import sys
+import threading
+import time
 import warnings
 import weakref
 from collections import OrderedDict, deque
@@ -26,7 +43,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,9 +53,9 @@ from inrun.errors import ValidationError
 from inrun.torch_compat import foreach_copy_, parameters_of, version_of
 from inrun.validation.reach import Reached
 
-_LARGEST = 2**27  # bytes of a tensor that is copied
-_SMALL = 2**14  # numbers of a tensor that is copied in every step
-_ARRAY = 2**20  # bytes of a numpy array that is
+_LARGEST = 2**27  # bytes; a larger tensor is not copied
+_SMALL = 2**14  # numbers; a tensor up to this size is copied in every step
+_ARRAY = 2**20  # bytes; a larger numpy array is not copied
 _LEARNING = 2  # steps in which numbers are compared after each pass
 
 
@@ -48,7 +65,7 @@ class _Copy:
     copy: Tensor
     version: int  # of the tensor when it was copied
     small: bool
-    written: bool = False  # by a pass, at some time
+    written: bool = False  # has a pass ever written to it?
 
 
 class State:
@@ -67,7 +84,7 @@ class State:
 
     @contextmanager
     def kept(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """As before outside, whatever is written inside."""
+        """Put everything back at the end, whatever was written inside."""
         self._note(modules)
         self._clean = True
         try:
@@ -80,8 +97,8 @@ class State:
 
     @contextmanager
     def one_pass(self, model: nn.Module) -> Iterator[None]:
-        """Around a forward pass: one that writes to a parameter in place is refused. The weights
-        are those of the training, or of a point of the path that other passes share."""
+        """Around a forward pass: refuse one that writes to a parameter in place. The weights are
+        those of the training, or of a point of the path that other passes use as well."""
         before, self._clean = list(map(version_of, self._params)), False
         yield
         after = list(map(version_of, self._params))
@@ -96,11 +113,11 @@ class State:
             )
 
     def replayed(self) -> None:
-        """A pass ran that may have been the replay of a recording."""
+        """Tell that a pass ran without ``one_pass``: the replay of a CUDA graph."""
         self._clean = False
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """Of the state that is no parameter: see ``Reached.fingerprint``."""
+        """Returns a key of the state other than parameters: see ``Reached.fingerprint``."""
         assert self._reached is not None
         return self._reached.fingerprint()
 
@@ -187,9 +204,9 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _put_back(space: Any, before: Any) -> None:
-    """A container with the entries that it had, where they are others now.
+    """Give a container its earlier entries again if they have changed.
 
-    By the methods of the built-in type: a subclass (``collections.Counter``) may have changed them.
+    Uses the methods of the built-in type: a subclass (``collections.Counter``) may override them.
     """
     kind: Any = next(k for k in (OrderedDict, dict, list, deque, set) if isinstance(space, k))
     if kind is set:
@@ -223,3 +240,100 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     else:
         generator.set_state(state)
+
+
+# -- global random generators -----------------------------------------------------------------
+
+
+def _others() -> dict[int, int | None]:
+    """Returns the other threads that run Python and the processor time that each has used."""
+    me = threading.get_ident()
+    return {i: _clock(i) for i in sys._current_frames() if i != me}
+
+
+def _clock(thread: int) -> int | None:
+    """Returns processor time in nanoseconds; None if the system does not provide it."""
+    try:  # no thread can end before this, as we hold the interpreter's lock
+        return time.clock_gettime_ns(time.pthread_getcpuclockid(thread))
+    except (AttributeError, OSError):
+        return None
+
+
+class _Source(NamedTuple):
+    """A global generator; its state can be compared with ``==`` after ``comparable``."""
+
+    name: str
+    state: Callable[[], Any]
+    put: Callable[[Any], None]
+    seed: Callable[[int], Any]
+    comparable: Callable[[Any], Any] = lambda state: state
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return state.numpy().tobytes()
+
+
+def _array(state: Any) -> Any:
+    return state[1].tobytes(), *state[2:]
+
+
+_TORCH = ("torch", "torch.cuda")
+_HOST = (
+    _Source("Python's", random.getstate, random.setstate, random.seed),
+    _Source("numpy's", np.random.get_state, np.random.set_state, np.random.seed, _array),
+    _Source(
+        "torch", torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed,
+        _bytes,
+    ),
+)  # fmt: skip
+_CUDA = _Source(
+    "torch.cuda", torch.cuda.get_rng_state, torch.cuda.set_rng_state, torch.cuda.manual_seed, _bytes
+)
+
+
+class Generators:
+    """The global generators, around one kind of work (a target's batches, the validation pass)."""
+
+    def __init__(self, work: str) -> None:
+        self._work = work
+        self._used: dict[str, bool] = {}  # does it draw from them?
+        self._told = False
+
+    @contextmanager
+    def seeded(self, *key: int) -> Iterator[None]:
+        """Seed the generators by ``key``, restore them afterwards if that harms no other thread."""
+        seed, others = hash(key) % 2**32, _others()
+        sources = (*_HOST, _CUDA) if torch.cuda.is_initialized() else _HOST
+        held = []
+        for source in sources:
+            used = self._used.get(source.name)
+            if others and used is False:
+                continue
+            state = source.state()
+            if not others or used or source.name in _TORCH:
+                source.seed(seed)
+            held.append((source, state, source.comparable(source.state())))
+        try:
+            yield
+        finally:
+            ours = others == _others() and None not in others.values()
+            for source, state, begun in held:
+                drew = source.comparable(source.state()) != begun
+                self._leave(source, state, drew, ours)
+
+    def _leave(self, source: _Source, state: Any, drew: bool, ours: bool) -> None:
+        """Restore a generator or not. ``drew``: it has moved; ``ours``: no other thread ran."""
+        name, used = source.name, self._used.get(source.name)
+        if not drew or ours:
+            self._used[name] = drew or bool(used)
+        if ours or used or name in _TORCH:
+            source.put(state)
+        elif drew and not self._told:
+            self._told = True
+            warnings.warn(
+                f"{name} global random generator was drawn from while inrun {self._work} and "
+                "other threads ran. If they did it, all is well. If the validation loss or its "
+                "data draw from it, the training's random numbers are not those without inrun: "
+                "give them a generator of their own.",
+                stacklevel=2,
+            )

@@ -4,11 +4,10 @@ Q targets cost about as much as Q more examples in the batch. The records of pro
 ghost form, and the gradient of a parameter for each target is formed from them when the parameter
 is scored, so Q gradients of the whole model never exist at once.
 
-For this the loss of the joined batch must be, whatever the weights, the mean over its rows of what
-the targets' own losses are means of, and rows of one target must not reach those of another. The
-loss is the user's, so neither can be known from outside, and equal loss values prove nothing: with
-a head of zeros every row has the same loss, whatever its weight. joining.py says how it is made
-sure of.
+This is right only if, at all weights, the loss of the joined batch is a mean over its rows of the
+same terms whose means are the targets' own losses, and if rows of one target do not influence those
+of another. The loss is the user's, so neither is known in advance, and equal loss values prove
+nothing: with a head of zeros every row has the same loss. joining.py measures whether it is right.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from inrun.capture.micro_batch import MicroBatch
 from inrun.gradients.nodes import pull_back
 from inrun.gradients.records import Lookup, wide
 from inrun.torch_compat import tree_map
-from inrun.validation.copies import fresh
+from inrun.validation.targets import copy_batch
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of a group of targets: a loss (or their mean), and gradients by parameter and targets."""
+    """The loss of a group of targets (their mean) and their gradients, parameter by parameter."""
 
     loss: Tensor
-    # by parameter [targets, *W], perhaps views of memory used again
+    # of(names, targets): gradients [targets, *W] by name, perhaps views of memory used again
     of: Callable[[Sequence[str], slice], dict[str, Tensor]]
-    scale: Tensor | None = None  # [targets]: what they are yet to be multiplied by
+    scale: Tensor | None = None  # [targets]: factors that ``of`` does not include yet
 
 
 class Sweep:
@@ -78,7 +77,7 @@ class Sweep:
 def _gradient(
     micro: MicroBatch, sizes: Sequence[int], name: str, qs: slice, at: Mapping[str, Tensor]
 ) -> Tensor:
-    """∇ℓ_q of one parameter for a range of targets, up to their scale, at these weights."""
+    """Returns ∇ℓ_q of one parameter for a range of targets: [targets, *W], without the scale."""
     offsets = [0, *itertools.accumulate(sizes)]
     first, last = offsets[qs.start], offsets[qs.stop]
     chosen = sizes[qs]
@@ -97,9 +96,9 @@ def _gradient(
 
 
 def joined(batches: Sequence[Any]) -> Any:
-    """Batches of one kind as one, in memory of its own."""
+    """Returns batches of one kind as one batch, in memory of its own."""
 
     def one(*xs: Any) -> Any:
-        return torch.cat(xs) if isinstance(xs[0], Tensor) and xs[0].ndim else fresh(xs[0])
+        return torch.cat(xs) if isinstance(xs[0], Tensor) and xs[0].ndim else copy_batch(xs[0])
 
     return tree_map(one, *batches)

@@ -1,18 +1,30 @@
-"""The batches of the targets, in their own order, whatever the training's random state does."""
+"""The batches of the targets: drawn in their own order, and copied for each pass.
+
+The order does not depend on the training's random state. A forward pass may write to its input
+(``x.mul_``, labels masked in place, a ReLU in place on the input, also through ``.data`` or numpy),
+so each pass gets copies of all tensors and arrays of its batch: the user's own stay as they are.
+Copying costs next to nothing beside the pass.
+"""
 
 from __future__ import annotations
 
+import copy
+import enum
+import types
+import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from inrun.errors import ValidationError
-from inrun.validation.generators import Generators
+from inrun.validation.reach import slots_of
+from inrun.validation.state import Generators
 
 
 class Batches:
@@ -209,3 +221,71 @@ def _label(row: Any, label: Any) -> Any:
     if isinstance(row, Mapping):
         return row["labels"] if "labels" in row else row["label"]
     return row[-1]
+
+
+# -- copies -----------------------------------------------------------------------------------
+
+# Things without tensors to write to, or which are no part of a batch's data.
+_NOT_COPIED = (
+    str, bytes, int, float, complex, bool, type(None), range, slice, enum.Enum, type, np.generic,
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType,
+    weakref.ReferenceType, torch.dtype, torch.device, torch.Generator, nn.Module, Dataset,
+    DataLoader,
+)  # fmt: skip
+
+
+def copy_batch(batch: Any, done: dict[int, Any] | None = None) -> Any:
+    """The batch with copies of all tensors and arrays in it, also in objects (a tokenizer's
+    ``BatchEncoding``, dataclasses); what occurs twice is copied once."""
+    done = {} if done is None else done
+    if isinstance(batch, Tensor):
+        if id(batch) not in done:
+            done[id(batch)] = batch.detach().clone().requires_grad_(batch.requires_grad)
+        return done[id(batch)]
+    if isinstance(batch, _NOT_COPIED):
+        return batch
+    if id(batch) in done:
+        return done[id(batch)]
+    made: Any
+    if isinstance(batch, np.ndarray):
+        made = done[id(batch)] = batch.copy()
+        return made
+    kind = type(batch)
+    if kind in (tuple, set, frozenset):
+        made = kind(copy_batch(x, done) for x in batch)
+    elif isinstance(batch, tuple) and hasattr(batch, "_make"):
+        made = batch._make(copy_batch(x, done) for x in batch)
+    elif kind in (dict, list, OrderedDict, defaultdict):
+        made = done[id(batch)] = copy.copy(batch)
+        for key in range(len(made)) if kind is list else list(made):
+            made[key] = copy_batch(made[key], done)
+    else:
+        made = _copied(batch, done)
+    done[id(batch)] = made
+    return made
+
+
+def _copied(x: Any, done: dict[int, Any]) -> Any:
+    """An object with copies of what its attributes hold; itself where it cannot be copied."""
+    slots = slots_of(type(x))
+    if not hasattr(x, "__dict__") and not slots:
+        return x
+    try:
+        made = copy.copy(x)
+    except Exception:
+        return x
+    if made is x:
+        return x
+    done[id(x)] = made
+    space = getattr(made, "__dict__", {})
+    for name in list(space):
+        space[name] = copy_batch(space[name], done)
+    for name in slots:
+        if hasattr(made, name) and name not in space:
+            object.__setattr__(made, name, copy_batch(getattr(made, name), done))
+    if isinstance(made, dict):  # a class of its own, with entries beside its attributes
+        for key in list(made):
+            dict.__setitem__(made, key, copy_batch(dict.__getitem__(made, key), done))
+    elif isinstance(made, list):
+        made[:] = [copy_batch(y, done) for y in made]
+    return made

@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from inrun.errors import ValidationError
 from inrun.tensors.autocast import Autocast, as_it_was, uncached
 from inrun.torch_compat import tree_leaves, tree_map
-from inrun.validation.copies import fresh
-from inrun.validation.cuda_graph import Recorder, filled, recording
-from inrun.validation.generators import Generators
+from inrun.validation.cuda_graph import GraphCache
 from inrun.validation.joining import Joining
-from inrun.validation.state import State
+from inrun.validation.state import Generators, State
 from inrun.validation.sweep import Gradients, Sweep, joined
-from inrun.validation.targets import Batches
+from inrun.validation.targets import Batches, copy_batch
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -75,29 +73,33 @@ class Validator:
         self.modules = list(model.modules())
         self._state, self._random = State(self.loss), Generators("ran the validation pass")
         self._sweep, self._joining = Sweep(model), Joining(batch_dim)
-        self._recorder = Recorder(self.loss)
+        self._graphs = GraphCache(self.loss)
         self._joint: tuple[list[int], Any] | None = None  # see Joining.join
 
     def draw(self) -> None:
         """Move every target on to its next ``per_step`` batches."""
         device = next(self.model.parameters()).device
         drawn = [t.take(self.per_step) for t in self.targets]
-        half = self.autocast is not None and self.autocast[1] and self.autocast[2] == torch.float16
-        self._joint = None if self.chunk is not None or half else self._joining.join(drawn)
+        alone = len(drawn) == 1 or self.chunk is not None or self._float16()
+        self._joint = None if alone else self._joining.join(drawn)
 
         def move(x: Any) -> Any:
             return x.to(device, non_blocking=True) if isinstance(x, Tensor) else x
 
         self._batches = [[tree_map(move, b) for b in bs] for bs in drawn]
 
+    def _float16(self) -> bool:
+        """Do the passes run under autocast to float16?"""
+        return self.autocast is not None and self.autocast[1] and self.autocast[2] == torch.float16
+
     def look(self) -> None:
-        """Let the model see each batch on its own and whole, as the loss function gets it."""
+        """Run each batch through the model by itself and whole, as the loss function gets it."""
         if self.chunk is None:
             with self.evaluating():
                 self.losses()
 
     def losses(self) -> list[float]:
-        """ℓ of each target."""
+        """Returns ℓ of each target."""
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             return [float(self._loss_of(q)) for q in range(len(self.targets))]
 
@@ -105,7 +107,7 @@ class Validator:
         return torch.stack([w * self._loss(q, b).double() for w, b in self._parts(q)]).sum()
 
     def groups(self, params: Mapping[str, Tensor], verify: bool) -> list[list[int]]:
-        """Targets whose gradients are taken in one pass: all of them, or each on its own.
+        """Returns which targets share a pass for their gradients: all, or each has its own.
 
         ``verify``: measure again whether one pass for all is right.
         """
@@ -121,7 +123,7 @@ class Validator:
 
             def single(q: int) -> Sequence[Tensor]:
                 with torch.compiler.set_stance("force_eager"):  # compiling would take longer
-                    return self._gradient(q, weights, record=False)[1]
+                    return self._gradient(q, weights, graphs=False)[1]
 
             if self._joining.measure(
                 key, names, params, lambda: self._together(params), single, half
@@ -140,9 +142,9 @@ class Validator:
     def gradients(
         self, group: Sequence[int], params: Mapping[str, Tensor], keep: bool
     ) -> Gradients:
-        """ℓ of a group of targets and their gradients; zeros where there is no dependence.
+        """Returns ℓ of a group of targets and their gradients; zeros where there is no dependence.
 
-        ``keep``: they are to outlast the next pass, which may be a replay into the same memory.
+        ``keep``: copy them, because the next pass may be a replay into the same memory.
         """
         if len(group) > 1:
             return self._together(params)
@@ -173,11 +175,11 @@ class Validator:
                 torch.cuda.empty_cache()
 
     def _gradient(
-        self, q: int, params: Sequence[Tensor], record: bool = True
+        self, q: int, params: Sequence[Tensor], graphs: bool = True
     ) -> tuple[Tensor, list[Tensor]]:
-        # float16 gradients vanish or overflow without a scale: the largest that stays finite
-        half = self.autocast is not None and self.autocast[1] and self.autocast[2] == torch.float16
-        for scale in (2.0**16, 2.0**10, 2.0**4, 1.0) if half else (1.0,):
+        """Returns ℓ of a target and its gradient. ``graphs``: a CUDA graph may be used."""
+        # float16 gradients may vanish or overflow: use the largest scale that keeps them finite
+        for scale in (2.0**16, 2.0**10, 2.0**4, 1.0) if self._float16() else (1.0,):
             total = torch.zeros((), dtype=torch.float64, device=params[0].device)
             grads: list[Tensor] = []
             with torch.enable_grad():
@@ -188,13 +190,17 @@ class Validator:
                         return self._differentiate(q, b, by, w)
 
                     self._state.rewind()
-                    if record and len(parts) == 1 and not self._reentrant:
+                    if graphs and params[0].is_cuda and len(parts) == 1 and not self._reentrant:
                         how = (weight * scale, self.autocast)
-                        loss, new = self._recorder.run(compute, batch, params, self.modules, how)
+                        loss, found = self._graphs.run(compute, batch, params, self.modules, how)
                         self._state.replayed()
                     else:
-                        loss, new = filled(compute(batch, params), params)
+                        loss, found = compute(batch, params)
                     total = total + loss.double() * weight
+                    new = [
+                        torch.zeros_like(p) if g is None else g
+                        for g, p in zip(found, params, strict=True)
+                    ]
                     grads = [a + b for a, b in zip(grads, new, strict=True)] if grads else new
             if scale == 1.0:
                 return total, grads
@@ -238,9 +244,9 @@ class Validator:
                 yield n / rows / len(batches), _slice(batch, start, n, rows)
 
     def _loss(self, q: int, batch: Any) -> Tensor:
-        if not recording():  # a recording holds the pass alone
+        if not _making_graph():  # a CUDA graph holds the pass alone
             self._state.rewind()
-        return self._run(q, fresh(batch))
+        return self._run(q, copy_batch(batch))
 
     def _run(self, q: int, batch: Any) -> Tensor:
         """The loss of a batch that the pass may write to."""
@@ -272,15 +278,15 @@ class Validator:
                 as_it_was(self.autocast),
                 uncached(),
             ):
-                # a reentrant checkpoint says so when a loss is measured without gradients
+                # a reentrant checkpoint warns so when a loss is measured without gradients
                 warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
                 yield
         finally:
             _set_training(modules, modes)
 
     def close(self) -> None:
-        """Let go of device memory and of the model."""
-        self._recorder.close()
+        """Free device memory and drop references to the model."""
+        self._graphs.close()
         self._sweep.close()
         self._state.close()
 
@@ -293,7 +299,7 @@ class Validator:
 
 
 def _set_training(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
-    """``module.training = mode``, without asking whether it is a parameter."""
+    """``module.training = mode``, without the slow ``Module.__setattr__``."""
     for module, mode in zip(modules, modes, strict=True):
         if "training" in vars(module):
             vars(module)["training"] = mode
@@ -301,12 +307,17 @@ def _set_training(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
             module.training = mode
 
 
+def _making_graph() -> bool:
+    """Are kernels being put into a CUDA graph now? (A build without CUDA cannot be asked.)"""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def _times(loss: Tensor, factor: float) -> Tensor:
     return loss if factor == 1.0 else loss * factor
 
 
 def _backward(loss: Tensor, params: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """The gradients by ``backward()``, with the training's own put aside."""
+    """Returns gradients by ``backward()``; the training's own ``.grad`` is set aside meanwhile."""
     own = [p.grad for p in params]
     try:
         for p in params:

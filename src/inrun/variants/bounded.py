@@ -1,7 +1,7 @@
-"""An HTTP client whose requests end: in time, and with a reply of bounded size.
+"""An HTTP client whose requests have a deadline and whose replies have a largest size.
 
 The HTTP library's own timeouts are per read: a server that sends a byte now and then keeps a
-request open for ever. Here one deadline covers connecting, sending and the whole reply.
+request open forever. Here one deadline covers connecting, sending and the whole reply.
 """
 
 from __future__ import annotations

@@ -165,5 +165,5 @@ class Endpoint:
         return "once" if self.tries == 1 else f"{self.tries} times"
 
     def _hide(self, text: str | None) -> str | None:
-        """Some servers repeat the key that they were sent."""
+        """Remove the key from a message: some servers repeat it."""
         return text.replace(self._key, "***") if text and self._key else text

@@ -56,8 +56,8 @@ def sift(
 ) -> Sifted:
     """Pass the candidates of a source, by category, through the filter.
 
-    ``forbidden`` holds plain words (the keys of ``forbidden_tokens``). Duplicates differ in case or
-    punctuation at most, within a source; the first one stays.
+    ``forbidden`` holds words in normal form (the keys of ``forbidden_tokens``). Duplicates differ
+    in case or punctuation at most, within a source; the first one stays.
     """
     sifted = Sifted({c: [] for c in CATEGORIES}, [])
     source, seen = words(z_star), set()
@@ -112,7 +112,7 @@ def select(sifted: Sifted, k: int, seed: int) -> dict[str, list[str]]:
 
 
 def draw(items: Iterable[str], n: int, seed: int) -> list[str]:
-    """``n`` of the items at random: the same ones whatever the Python and the company they keep."""
+    """Returns ``n`` items at random; the choice depends only on ``seed`` and the item itself."""
     pool = list(items)
     order = sorted(pool, key=lambda x: hashlib.sha256(f"{seed}\n{x}".encode()).digest())
     chosen = set(order[:n])

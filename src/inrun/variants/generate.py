@@ -1,4 +1,4 @@
-"""Ask for variants of each source until K per category pass the filter; lose nothing on the way.
+"""Asks for variants of each source until K per category pass the filter.
 
 Every reply is in the cache before it is looked at, and every finished source in the output. The
 output is a function of cache and settings: asked again, it comes out the same.

@@ -1,4 +1,4 @@
-"""What a run keeps: every reply, and the variants of every finished source."""
+"""The files that ``inrun variants`` keeps: all replies, and the variants of finished sources."""
 
 from __future__ import annotations
 

@@ -48,14 +48,14 @@ def surface(text: str) -> list[str]:
     return _WORD.findall(unicodedata.normalize("NFKC", text))
 
 
-def plain(word: str) -> str:
+def normal_form(word: str) -> str:
     """What two spellings of a word share: no case, no possessive."""
     return _POSSESSIVE.sub("", word.casefold())
 
 
 def words(text: str) -> list[str]:
-    """The plain words in order; their set is the paper's W(C)."""
-    return [plain(word) for word in surface(text)]
+    """The words in normal form, in order; their set is the paper's W(C)."""
+    return [normal_form(word) for word in surface(text)]
 
 
 def jaccard(a: Iterable[str], b: Iterable[str]) -> float:
@@ -107,7 +107,7 @@ def find_names(how: str = "auto") -> Names:
 
 
 def forbidden_tokens(text: str, names: Names) -> dict[str, str]:
-    """T_forbid: plain word → word as it stands, in order of appearance.
+    """T_forbid: normal form → word as it stands, in order of appearance.
 
     Words of named entities, words with a digit, and long high-entropy words; function words never.
     The paper gives no numbers for "long" and "high-entropy": ours are ``LONG`` and ``ENTROPY``.
@@ -115,7 +115,7 @@ def forbidden_tokens(text: str, names: Names) -> dict[str, str]:
     named = {word for name in names.find(text) for word in words(name)}
     found: dict[str, str] = {}
     for word in surface(text):
-        key = plain(word)
+        key = normal_form(word)
         if key in FUNCTION_WORDS:
             continue
         long = len(key) >= LONG and entropy(key) >= ENTROPY

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
-from inrun.validation.cuda_graph import Recorder, attributes, referred, tried, twins
+from inrun.validation.cuda_graph import GraphCache, attributes, referred, trial_pass, twins
 from inrun.validation.validator import model_loss
 
 WEIGHT = 2.0
@@ -320,7 +320,7 @@ def gradients(model, loss=plain):
 
 @pytest.fixture
 def _as_if_on_a_gpu(monkeypatch):
-    """What ``tried`` asks of a device."""
+    """What ``trial_pass`` asks of a device."""
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -334,7 +334,7 @@ def test_what_a_recording_would_get_wrong_is_not_recorded():
     modules, weights = list(model.modules()), list(model.parameters())
     batch = torch.randn(5, 4), torch.randint(0, 3, (5,))
     expected = gradients(model)(batch, weights)
-    loss, grads = tried(gradients(model), batch, weights, modules)
+    loss, grads = trial_pass(gradients(model), batch, weights, modules)
     assert torch.equal(loss, expected[0])
     assert all(torch.equal(a, b) for a, b in zip(grads, expected[1], strict=True))
 
@@ -349,18 +349,18 @@ def test_what_a_recording_would_get_wrong_is_not_recorded():
         return plain(m, batch)
 
     for other in (elsewhere, waits, unprepared):
-        assert tried(gradients(model, other), batch, weights, modules) is None
+        assert trial_pass(gradients(model, other), batch, weights, modules) is None
 
     def waits_unless_recorded(m, batch):
         return plain(m, batch) if torch.cuda.is_current_stream_capturing() else waits(m, batch)
 
-    assert tried(gradients(model, waits_unless_recorded), batch, weights, modules) is not None
+    assert trial_pass(gradients(model, waits_unless_recorded), batch, weights, modules) is not None
     assert not torch.cuda.is_current_stream_capturing()
     handle = weights[0].register_hook(lambda g: 2 * g)
-    assert tried(gradients(model), batch, weights, modules) is None
+    assert trial_pass(gradients(model), batch, weights, modules) is None
     handle.remove()
-    assert tried(gradients(model), batch, weights, modules) is not None
-    assert tried(gradients(model), batch, [weights[0].detach()], modules) is None
+    assert trial_pass(gradients(model), batch, weights, modules) is not None
+    assert trial_pass(gradients(model), batch, [weights[0].detach()], modules) is None
     assert list(model.parameters()) == weights
 
 
@@ -386,19 +386,19 @@ def test_a_pass_is_recorded_once_its_trial_gives_the_same(trial, losses, recorde
     recording = SimpleNamespace(inputs=[torch.zeros(1)], graph=graph, result=(replayed, []))
     found = None if trial is None else (torch.tensor(trial), [])
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr("inrun.validation.cuda_graph.tried", lambda *args: found)
-    monkeypatch.setattr(Recorder, "_record", lambda self, *args: recording)
-    recorder = Recorder(plain)
+    monkeypatch.setattr("inrun.validation.cuda_graph.trial_pass", lambda *args: found)
+    monkeypatch.setattr(GraphCache, "_make", lambda self, *args: recording)
+    graphs = GraphCache(plain)
 
     def compute(batch, weights):
         return torch.tensor(next(left)), [torch.ones(2)]
 
     for expected in losses:  # what a step gets is what the usual pass gives
-        loss, _ = recorder.run(compute, batch, weights, [], None)
+        loss, _ = graphs.run(compute, batch, weights, [], None)
         torch.testing.assert_close(loss, torch.tensor(expected), equal_nan=True)
-    assert recorder._refused == (not recorded)
+    assert graphs._refused == (not recorded)
     if recorded:
-        assert recorder.run(compute, batch, weights, [], None)[0] is replayed
+        assert graphs.run(compute, batch, weights, [], None)[0] is replayed
 
 
 @pytest.mark.usefixtures("_as_if_on_a_gpu")
@@ -410,7 +410,7 @@ def test_a_trial_uses_up_no_random_numbers():
         return plain(m, (batch[0] + torch.randn(5, 4), batch[1]))
 
     torch.manual_seed(0)
-    first = tried(gradients(model, noisy), batch, weights, [model])
+    first = trial_pass(gradients(model, noisy), batch, weights, [model])
     assert torch.equal(first[0], gradients(model, noisy)(batch, weights)[0])
 
 
@@ -433,7 +433,7 @@ def test_a_loop_that_still_holds_its_loss(estimator, kind, monkeypatch):
                 optimizer.step()
                 optimizer.zero_grad()
                 F.dropout(X)  # random numbers after what may have failed
-            made = len(run._scorer.validator._recorder._recordings)
+            made = len(run._scorer.validator._graphs._graphs)
         assert torch.isfinite(loss.detach()) and run.steps()["void"].isna().all()
         return torch.tensor(run.history()["value"].to_numpy()), made
 

@@ -1,0 +1,252 @@
+"""What a ledger holds, one entry per optimizer step, and the ledger in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from inrun.ledger import LedgerError
+from inrun.ledger.tables import STEP_COLUMNS, LedgerTables, Scan, audit_columns, check_targets
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Validation losses measured at one step, per target (length Q), on the batch that scored."""
+
+    before: np.ndarray  # ℓ(w_t)
+    without_batch: np.ndarray  # U(∅): momentum and decay alone
+    with_batch: np.ndarray  # U(B): the step as it was taken
+
+
+@dataclass(frozen=True)
+class StepEntry:
+    """One optimizer step.
+
+    ``values`` has shape [E estimators, Q targets, B examples], in validation-loss units,
+    unweighted; it is None for a step that was not scored (``every=k``) or is void (``void`` says
+    why).
+    ``weight`` is 1/p, p the probability with which the step was chosen for scoring.
+    """
+
+    step: int
+    ids: np.ndarray  # [B] int64, or object holding str
+    values: np.ndarray | None
+    lr: float
+    weight: float = 1.0
+    void: str | None = None
+    audit: Audit | None = None
+    missed: float = 0.0  # part of the update that no example is credited with (Muon's first steps)
+
+
+class Ledger(Protocol):
+    """Where entries go and tables come from. ``estimator`` is an index into the run's list."""
+
+    @property
+    def last_step(self) -> int:
+        """The last step on record, -1 if there is none."""
+
+    def name(self) -> str:
+        """What error messages call this ledger."""
+
+    def update_info(self, **sections: Any) -> None:
+        """Keep a description of the run (model, optimizer, coverage) where the ledger has a place
+        for it."""
+
+    def restart(self) -> None:
+        """Forget everything: a new run begins."""
+
+    def append(self, entry: StepEntry) -> None: ...
+    def truncate(self, step: int) -> None:
+        """Forget every entry from this step on (resuming from an older checkpoint)."""
+
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must carry for this ledger to continue."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def values(self, estimator: int) -> pd.DataFrame: ...
+    def history(self, estimator: int) -> pd.DataFrame: ...
+    def harm(self, estimator: int) -> pd.DataFrame: ...
+    def steps(self, estimator: int) -> pd.DataFrame: ...
+
+
+class RunTables:
+    """The tables of a run, live or read from disk. Estimators go by name; None is the first."""
+
+    _ledger: Ledger
+    _names: Sequence[str]  # of the estimators
+
+    def _settled(self) -> Ledger:
+        """Returns the ledger when everything that was recorded is in it."""
+        return self._ledger
+
+    def _index(self, estimator: str | None) -> int:
+        """Returns the position of an estimator in the run's list."""
+        if estimator is None:
+            return 0
+        if estimator not in self._names:
+            raise LedgerError(
+                f"estimator {estimator!r} was not recorded; this run has {', '.join(self._names)}"
+            )
+        return list(self._names).index(estimator)
+
+    def values(self, estimator: str | None = None) -> pd.DataFrame:
+        """One row per example: id, value (the mean over targets), one column per named target,
+        and how often it was seen (``steps``) and scored. Never scored is NaN."""
+        return self._settled().values(self._index(estimator))
+
+    def history(self, estimator: str | None = None) -> pd.DataFrame:
+        """One row per scored step and example: step, id, value, one column per named target."""
+        return self._settled().history(self._index(estimator))
+
+    def harm(self, estimator: str | None = None) -> pd.DataFrame:
+        """One row per example: id, harm: how often and how far it was among the harmful of its
+        batch, summed over steps and targets. Ranks suspects; see docs/method.md."""
+        return self._settled().harm(self._index(estimator))
+
+    def steps(self, estimator: str | None = None) -> pd.DataFrame:
+        """One row per optimizer step: lr, sum of values, and where it was audited the loss, batch
+        share, momentum share, residual and explained ratio (means over targets)."""
+        return self._settled().steps(self._index(estimator))
+
+
+class MemoryLedger(LedgerTables):
+    """The ledger of ``out=None``: a list of entries.
+
+    A table is made of the entries that were there when it was asked for: another thread may append.
+    """
+
+    threads = 1  # so that a table is the same, to the last bit, each time it is made
+
+    def __init__(self, targets: Sequence[str]) -> None:
+        self.targets = check_targets(targets)
+        self._entries: list[StepEntry] = []
+
+    def __iter__(self) -> Iterator[StepEntry]:
+        return iter(self._entries)
+
+    @property
+    def last_step(self) -> int:
+        return self._entries[-1].step if self._entries else -1
+
+    def name(self) -> str:
+        return "the ledger in memory"
+
+    def update_info(self, **sections: Any) -> None: ...
+
+    def restart(self) -> None:
+        self._entries = []
+
+    def append(self, entry: StepEntry) -> None:
+        self._entries.append(entry)
+
+    def truncate(self, step: int) -> None:
+        self._entries = [e for e in self._entries if e.step < step]
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"records": [_arrays_as_lists(asdict(e)) for e in list(self._entries)]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "records" not in state:
+            raise LedgerError("this checkpoint was made with a ledger on disk (out=...)")
+        self._entries = [_from_state(d) for d in state["records"]]
+
+    def scans(self, n: int) -> list[Scan]:
+        entries = list(self._entries)
+        return [partial(_scan, entries, self.id_type())] * n if entries else []
+
+    def id_type(self) -> pa.DataType:
+        first = next((e.ids[0] for e in list(self._entries) if len(e.ids)), 0)
+        return pa.string() if isinstance(first, str) else pa.int64()
+
+    def steps(self, estimator: int) -> pd.DataFrame:
+        """One row per step, with the audit where there was one (means over targets)."""
+        rows = [step_row(e, estimator) for e in list(self._entries)]
+        return pd.DataFrame(rows, columns=list(STEP_COLUMNS))
+
+
+def _scan(
+    entries: Sequence[StepEntry],
+    id_type: pa.DataType,
+    estimator: int,
+    targets: Sequence[int],
+    rows: int,
+) -> Iterator[pa.RecordBatch]:
+    """The rows of these entries, as ``tables.Scan`` describes them."""
+    names = ["step", "id", "weight", *(f"x{q}" for q in targets)]
+    start = 0
+    while start < len(entries):
+        stop, size = start, 0
+        while stop < len(entries) and (stop == start or size + len(entries[stop].ids) <= rows):
+            size, stop = size + len(entries[stop].ids), stop + 1
+        some, start = entries[start:stop], stop
+        sizes = [len(e.ids) for e in some]
+        step = np.array([e.step for e in some], np.int64)
+        weight = np.array([np.nan if e.values is None else e.weight for e in some], np.float64)
+        V = [
+            np.full((len(targets), len(e.ids)), np.nan)
+            if e.values is None
+            else e.values[estimator][list(targets)].astype(np.float64)
+            for e in some
+        ]  # each [targets, B]
+        columns = [
+            pa.array(np.repeat(step, sizes)),
+            pa.array(np.concatenate([e.ids for e in some]), id_type),
+            pa.array(np.repeat(weight, sizes), from_pandas=True),
+            *(pa.array(v, from_pandas=True) for v in np.concatenate(V, axis=1)),
+        ]
+        batch = pa.record_batch(columns, names=names)
+        for first in range(0, batch.num_rows, rows):
+            yield batch.slice(first, rows)
+
+
+def step_row(entry: StepEntry, estimator: int) -> dict[str, Any]:
+    """One row of ``steps()``: what the values add up to, and what was measured."""
+    V, audit = entry.values, entry.audit  # V: [E, Q, B]
+    total = np.nan
+    if V is not None:  # sum over examples of the mean over targets
+        total = float(V[estimator].astype(np.float64).mean(axis=0).sum())
+    row: dict[str, Any] = dict.fromkeys(STEP_COLUMNS, np.nan)
+    row |= {"step": entry.step, "lr": entry.lr, "examples": len(entry.ids), "sum": total}
+    row |= {"missed": entry.missed, "void": entry.void}
+    if audit is not None:
+        losses = (audit.before, audit.without_batch, audit.with_batch)
+        row |= audit_columns(total, *(float(np.mean(x)) for x in losses))
+    return row
+
+
+def _arrays_as_lists(x: Any) -> Any:
+    """Replace arrays by lists, so that a checkpoint holds nothing that needs pickle."""
+    if isinstance(x, np.ndarray):
+        return x.tolist()
+    if isinstance(x, dict):
+        return {k: _arrays_as_lists(v) for k, v in x.items()}
+    return x
+
+
+def _from_state(d: dict[str, Any]) -> StepEntry:
+    """Returns an entry from its form in ``state_dict``."""
+    ids = d["ids"]
+    return StepEntry(
+        step=d["step"],
+        ids=np.asarray(ids, dtype=object if ids and isinstance(ids[0], str) else np.int64),
+        values=None if d["values"] is None else np.asarray(d["values"], dtype=np.float64),
+        lr=d["lr"],
+        weight=d["weight"],
+        missed=d["missed"],
+        void=d["void"],
+        audit=None
+        if d["audit"] is None
+        else Audit(**{k: np.asarray(v) for k, v in d["audit"].items()}),
+    )

@@ -1,0 +1,121 @@
+"""Which parameters of a model are scored, and the tables that say so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from inrun.errors import complex_parameters
+from inrun.run.refusals import ignored
+from inrun.torch_compat import COMPILED_PREFIX
+
+NOT_HELD = "not in the optimizer"
+OUTSIDE = "outside the watched model"
+
+
+def held_names(optimizer: Optimizer) -> dict[int, str]:
+    """The names of the parameters that an optimizer was given by name."""
+    return {
+        id(p): name
+        for group in optimizer.param_groups
+        for p, name in zip(group["params"], group.get("param_names", ()), strict=False)
+    }
+
+
+def held_by(optimizer: Optimizer) -> frozenset[int]:
+    """``id(p)`` of each parameter that the optimizer trains."""
+    return frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+
+
+def scored_parameters(
+    model: nn.Module, optimizer: Optimizer, ignore: Sequence[str]
+) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, str]]]:
+    """The parameters to score by name, and the others with the reason they are left alone."""
+    held = held_by(optimizer)
+    named = {k.removeprefix(COMPILED_PREFIX): p for k, p in model.named_parameters()}
+    _refuse_complex(named, optimizer)
+    left_out = ignored(ignore, list(named), _shared(model, named)) if ignore else set()
+    scored: dict[str, Tensor] = {}
+    others: dict[str, tuple[Tensor, str]] = {}
+    for name, p in named.items():
+        if not p.requires_grad:
+            others[name] = (p, "frozen")
+        elif id(p) not in held:
+            others[name] = (p, NOT_HELD)
+        elif name in left_out:
+            others[name] = (p, "ignored")
+        else:
+            scored[name] = p
+    if not scored and any(why == "ignored" for _, why in others.values()):
+        raise ValueError(
+            f"ignore={list(ignore)} leaves no trainable parameter, so there is nothing to watch"
+        )
+    if not scored:
+        raise ValueError(
+            "no parameter of the model is both trainable and in the optimizer, so there is nothing "
+            "to watch (was the optimizer made from another model, or before freezing?)"
+        )
+    return scored, others
+
+
+def _shared(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str]:
+    """Further names of parameters that occur more than once in the model → the name in use."""
+    first = {id(p): name for name, p in named.items()}
+    every = model.named_parameters(remove_duplicate=False)
+    names = {name.removeprefix(COMPILED_PREFIX): first[id(p)] for name, p in every}
+    return {name: used for name, used in names.items() if name != used}
+
+
+def _refuse_complex(named: Mapping[str, Tensor], optimizer: Optimizer) -> None:
+    """Refuse complex parameters, ignored ones too: the midpoint needs every update."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    found = [p for p in params if p.requires_grad and p.is_complex()]
+    if found:
+        names = {id(p): k for k, p in named.items()}
+        raise complex_parameters([names.get(id(p), "(outside the model)") for p in found])
+
+
+def coverage_table(
+    scored: Mapping[str, Tensor],
+    others: Mapping[str, tuple[Tensor, str]],
+    seen: Mapping[str, set[tuple[str, str]]],
+) -> pd.DataFrame:
+    """One row per parameter; ``seen`` has the operations and forms by parameter."""
+    rows = []
+    for name, p in scored.items():
+        uses = seen.get(name, set())
+        operations, forms = (", ".join(sorted({use[i] for use in uses})) for i in (0, 1))
+        status = "scored" if uses else "no gradient yet"
+        rows.append((name, tuple(p.shape), p.numel(), status, operations, forms))
+    rows += [(k, tuple(p.shape), p.numel(), why, "", "") for k, (p, why) in others.items()]
+    columns = ["parameter", "shape", "size", "status", "operations", "forms"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def describe(model: nn.Module, optimizer: Optimizer, coverage: pd.DataFrame) -> dict[str, Any]:
+    """The description of a run that goes into run.json."""
+    scored = coverage.loc[coverage["status"] == "scored", "size"].sum()
+    trained = coverage.loc[coverage["status"] != "frozen", "size"].sum()
+    groups = [
+        {k: _option_as_json(v) for k, v in group.items() if k not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
+    return {
+        "model": {"class": type(model).__name__, "parameters": int(coverage["size"].sum())},
+        "optimizer": {"class": type(optimizer).__name__, "groups": groups},
+        "coverage": {
+            "share": float(scored / trained) if trained else 0.0,
+            "parameters": coverage.astype({"shape": str}).to_dict("records"),
+        },
+    }
+
+
+def _option_as_json(x: Any) -> Any:
+    """An option of a parameter group as a JSON value."""
+    if isinstance(x, Tensor):
+        return x.tolist()
+    return x if isinstance(x, (bool, int, float, str, type(None))) else str(x)
