@@ -214,8 +214,8 @@ def test_problems_are_seeded_and_of_the_size_asked_for():
     assert tiny(dtype="bf16").autocast and not problem.autocast
     low = tiny("convnet", dtype="bf16-weights")
     assert low.batch["inputs"].dtype == low.model.head.weight.dtype == torch.bfloat16
-    assert models.GPT(1, 768, 5, 5).blocks[0].heads == 12
-    assert models.GPT(1, 96, 5, 5).blocks[0].heads == 3
+    assert models.LanguageModel(1, 768, 5, 5).blocks[0].heads == 12
+    assert models.LanguageModel(1, 96, 5, 5).blocks[0].heads == 3
 
 
 def test_models_of_transformers(tmp_path):

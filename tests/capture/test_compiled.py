@@ -311,8 +311,8 @@ def test_a_compiled_function_that_calls_the_model():
 def test_only_some_submodules_are_compiled():
     model = GPT(layers=1)
     plain = trained(copy.deepcopy(model))
-    for layer in model.layers:
-        layer.compile(backend="eager")
+    for block in model.blocks:
+        block.compile(backend="eager")
     run = trained(model)
     assert_same(plain, run)
     assert_compiled(run)
@@ -321,7 +321,7 @@ def test_only_some_submodules_are_compiled():
 def test_submodules_replaced_by_compiled_ones():
     model = GPT(layers=1)
     plain = trained(copy.deepcopy(model))
-    model.layers[0].mlp = eager(model.layers[0].mlp)
+    model.blocks[0].mlp = eager(model.blocks[0].mlp)
     run = trained(model)
     assert np.allclose(plain.history()["value"], run.history()["value"], rtol=1e-9, atol=1e-12)
     assert (run.coverage()["status"] == "scored").all()
@@ -332,11 +332,9 @@ class Broken(GPT):
     """Two graphs with Python between them."""
 
     def forward(self, ids):
-        x = self.embed(ids) + self.position(torch.arange(ids.shape[1]))
-        x = self.layers[0](x)
+        x = self.blocks[0](self.embed(ids))
         torch._dynamo.graph_break()
-        x = self.layers[1](x)
-        return self.norm(x) @ self.embed.weight.t()
+        return self.logits(self.blocks[1](x))
 
 
 def test_a_graph_break_in_the_middle():
@@ -533,10 +531,10 @@ def test_a_batch_of_one():
 
 class Checkpointed(GPT):
     def forward(self, ids):
-        x = self.embed(ids) + self.position(torch.arange(ids.shape[1]))
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return self.norm(x) @ self.embed.weight.t()
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.logits(x)
 
 
 def test_activation_checkpointing_runs_eagerly():
@@ -550,8 +548,8 @@ def test_activation_checkpointing_runs_eagerly():
 
 class Dropped(GPT):
     def forward(self, ids):
-        return super().forward(ids) + F.dropout(self.embed(ids), 0.3, self.training) @ (
-            self.embed.weight.t()
+        return super().forward(ids) + F.dropout(self.token(ids), 0.3, self.training) @ (
+            self.token.weight.t()
         )
 
 
@@ -663,7 +661,7 @@ def test_a_layer_is_frozen_and_unfrozen():
         ) as run:
             for step in range(6):
                 if step in (2, 4):
-                    module.layers[0].requires_grad_(step == 4)
+                    module.blocks[0].requires_grad_(step == 4)
                 with run.batch(ids := rows_of(step)):
                     next_token(model, DATA[ids]).backward()
                 optimizer.step()

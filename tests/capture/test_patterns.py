@@ -53,6 +53,14 @@ def learned_memory(m, x):
     return F.scaled_dot_product_attention(x[:, None], k, v)
 
 
+def unbound_heads(m, x):
+    q, k, v = m.qkv(x).view(len(x), x.shape[1], 3, 2, -1).unbind(2)
+    y = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+    )
+    return y.transpose(1, 2).reshape(x.shape)
+
+
 def latents(m, x):
     q = F.scaled_dot_product_attention(m.q, m.q, m.q)
     return x @ q.mT
@@ -104,6 +112,7 @@ CASES = {
         learned_queries, q=(1, 3, N), attention=nn.MultiheadAttention(N, 2, batch_first=True)
     ),
     "learned-memory": lambda: Model(learned_memory, k=(1, 1, 5, N), v=(1, 1, 5, N)),
+    "unbound-heads": lambda: Model(unbound_heads, qkv=nn.Linear(N, 3 * N)),
     "latent-attention": lambda: Model(latents, q=(1, 3, N)),
     "weight-norm": lambda: Model(
         lambda m, x: m.l(x), l=nn.utils.parametrizations.weight_norm(nn.Linear(N, 3))

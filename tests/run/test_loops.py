@@ -467,7 +467,7 @@ def test_values_add_up_for_every_optimizer(name):
 def test_muon_says_what_its_secant_missed():
     """The first step ignores the gradient's size; later the path integral is complete."""
     model = GPT()
-    matrices = [p for k, p in model.named_parameters() if p.ndim == 2 and "layers" in k]
+    matrices = [p for k, p in model.named_parameters() if p.ndim == 2 and "blocks" in k]
     optimizer = torch.optim.Muon(matrices, lr=1e-3)
     run = inrun.watch(model, optimizer, validation=[VALIDATION], loss=next_token, audit_every=1)
     for step in range(8):
