@@ -175,11 +175,11 @@ def _addresses(columns: Sequence[Sequence[Tensor]], device: torch.device) -> Ten
     """[tensors, columns] addresses; 0 where a column is empty."""
     n = max(len(c) for c in columns)
     table = [[c[i].data_ptr() if c else 0 for c in columns] for i in range(n)]
-    return _upload(torch.tensor(table, dtype=torch.int64), device)
+    return _upload(torch.tensor(table, dtype=torch.int64, device="cpu"), device)
 
 
 def _upload(t: Tensor, device: torch.device) -> Tensor:
-    """To the device without waiting for it."""
+    """A tensor of the host to the device, without waiting for it."""
     return (t.pin_memory() if device.type == "cuda" else t).to(device, non_blocking=True)
 
 
@@ -194,11 +194,11 @@ def _chunks(
 ) -> list[tuple[bool, Tensor, Tensor]]:
     """For each program: its tensor, and where in it the chunk begins. First those of tensors all of
     whose sizes and strides are multiples of 16 (True), which need not be read number by number."""
-    counts = torch.tensor([-(-n // _CHUNK) for n in sizes])
-    tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    counts = torch.tensor([-(-n // _CHUNK) for n in sizes], device="cpu")
+    tensors = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), counts)
     first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    starts = (torch.arange(len(tensors)) - first) * _CHUNK
-    uneven = (torch.tensor([sizes, *strides]) % 16).sum(0)
+    starts = (torch.arange(len(tensors), device="cpu") - first) * _CHUNK
+    uneven = (torch.tensor([sizes, *strides], device="cpu") % 16).sum(0)
     found = []
     for even in (True, False):
         own = (uneven[tensors] == 0) == even
@@ -226,7 +226,8 @@ def _on(numbers: Sequence[Any], device: torch.device) -> Tensor:
     if any(isinstance(n, Tensor) and n.device.type != "cpu" for n in numbers):
         parts = [torch.as_tensor(n, device=device) for n in numbers]
         return torch.stack([p.reshape(()) for p in parts]).double()
-    return _upload(torch.tensor([float(n) for n in numbers], dtype=torch.float64), device)
+    host = torch.tensor([float(n) for n in numbers], dtype=torch.float64, device="cpu")
+    return _upload(host, device)
 
 
 def _type(t: Tensor) -> Any:

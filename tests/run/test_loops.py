@@ -374,6 +374,28 @@ def test_fused_optimizers_receive_scaled_gradients():
     assert np.allclose(values[1.0], values[1024.0], rtol=1e-9)
 
 
+def test_the_default_device_does_not_matter():
+    """Users set it to "cuda". Here "meta", where whatever is made by default has no numbers."""
+    first, second = GPT(), GPT()
+    second.load_state_dict(first.state_dict())
+    runs = []
+    for model, device in ((first, "cpu"), (second, "meta")):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        run = inrun.watch(model, optimizer, validation=[VALIDATION], loss=next_token, audit_every=2)
+        for step in range(3):
+            rows = rows_for(step)
+            ids = DATA[rows]
+            with torch.device(device):
+                with run.batch(rows):
+                    next_token(model, ids).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        runs.append(run)
+    assert runs[1].steps()["void"].isna().all()
+    assert runs[0].history().equals(runs[1].history())
+    assert runs[0].steps().equals(runs[1].steps())
+
+
 def test_a_model_compiled_after_watching():
     first = GPT()
     eager, _, _ = train(plain, copy.deepcopy(first), True)

@@ -173,6 +173,30 @@ def whole_contraction():
     return {"values": float((found[0] - found[1]).abs().max() / found[1].abs().max())}
 
 
+def other_default_device():
+    """What the kernels are told is made on the host, whatever torch's default device is."""
+    from inrun import kernels
+
+    torch.manual_seed(0)
+    rows = [torch.randn(3, *s) for s in SHAPES]
+    p, m = [r[0].clone() for r in rows], [r[1].clone() for r in rows]
+    step = kernels.AdamStep(
+        p, m, m, [x.square() for x in m], [torch.tensor(3.0, device="cpu") for _ in p],
+        [(0.9, 0.99, 1e-8, 1e-3, 1.0)], (0,) * len(p),
+    )  # fmt: skip
+
+    def everything():
+        weights, factors = kernels.shift(step, 0.5, "secant")
+        return [*weights, *factors, kernels.contract(rows, p, [r[:2] for r in rows], None)[:, :3]]
+
+    expected = everything()
+    kernels._chunks.cache_clear()
+    with torch.device("meta"):
+        found = everything()
+    same = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    return {"values": float(not same)}
+
+
 def _error(got, expected):
     got = got.double()
     scale = expected.abs().max()
@@ -192,6 +216,7 @@ def main():
         found[f"contract {name}"] = contracted(*case)
     for name, (B, Q, K, G) in PLAIN.items():
         found[f"plain {name}"] = contracted(B, Q, "float32", "dense", K, G)
+    found["other default device"] = other_default_device()
     found["whole contraction"] = whole_contraction()
     tensors = [torch.zeros(s) for s in SHAPES]
     places = kernels.alike(tensors, torch.bfloat16)
@@ -238,6 +263,10 @@ def test_contract_without_factors_or_gradients(errors, name):
 
 def test_kernels_and_plain_code_agree_on_any_memory(errors):
     assert errors["whole contraction"]["values"] < 1e-5
+
+
+def test_the_default_device_does_not_matter(errors):
+    assert errors["other default device"]["values"] == 0.0
 
 
 def test_memory_in_one_piece(errors):
