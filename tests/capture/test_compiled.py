@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import inrun
+from helpers.inside import are_joined, fell_back
 from helpers.zoo import GPT, ZOO, V
 
 DATA = torch.randint(0, V, (40, 5), generator=torch.Generator().manual_seed(1))
@@ -80,7 +81,7 @@ def assert_same(one, other, rtol=1e-9):
 
 
 def assert_compiled(run):
-    assert not run._capture.backend.eager_only
+    assert not fell_back(run)
 
 
 def both(first, compile=eager, n=4, **options):
@@ -129,9 +130,7 @@ def test_large_models_of_the_zoo(name):
     said = [str(w.message) for w in said if "inrun" in str(w.message) or "step" in str(w.message)]
     assert_same(plain, compiled)
     if name in FALLS_BACK:
-        assert (
-            compiled._capture.backend.eager_only and len(said) == 1 and FALLS_BACK[name] in said[0]
-        )
+        assert fell_back(compiled) and len(said) == 1 and FALLS_BACK[name] in said[0]
     else:
         assert_compiled(compiled)
         assert not said
@@ -727,7 +726,7 @@ def test_nothing_is_compiled_again_once_it_is_warm(targets):
     assert not counters["graph_break"]
     assert_compiled(run)
     if targets > 1:
-        assert run._validator._joining.verified
+        assert are_joined(run)
         assert not run._validator._sweep._capture.backend.eager_only
 
 
@@ -768,4 +767,4 @@ def test_many_targets_of_a_compiled_model(targets):
     data = {f"t{q}": [DATA[2 * q : 2 * q + 2]] for q in range(targets)}
     plain, compiled = both(first, validation=None, targets=data)
     assert_same(plain, compiled)
-    assert compiled._validator._joining.verified
+    assert are_joined(compiled)

@@ -126,9 +126,9 @@ def test_a_table_in_a_second_thread_while_a_flush_is_written(tmp_path, monkeypat
     assert_same(tables(open_run(tmp_path / "run")), expected(rows))
 
 
-def test_tables_of_a_run_in_a_second_thread(tmp_path):
+def test_tables_of_a_run_in_a_second_thread(tmp_path, monkeypatch):
+    monkeypatch.setattr(Store, "flush_seconds", 0.0)
     run, go = watched(tmp_path / "run")
-    run._store.flush_seconds = 0.0
     read_beside(lambda: go(60), lambda: (run.values(), run.steps()))
     run.close()
     assert inrun.open(tmp_path / "run").steps()["step"].tolist() == list(range(60))
@@ -145,7 +145,7 @@ def full(*_, **__):
 def test_a_full_disk_does_not_stop_the_training(tmp_path, monkeypatch, call):
     calm, _ = watched(None, 9)
     run, go = watched(tmp_path / "run", 3)
-    run._store.flush_seconds = 0.0
+    monkeypatch.setattr(Store, "flush_seconds", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(files.os, call, full)
         with pytest.warns(UserWarning, match=r"No space left.*training goes on") as told:
@@ -232,10 +232,10 @@ def test_beyond_the_limit_values_are_dropped_loudly(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["moved", "deleted", "replaced"])
-def test_a_folder_that_goes_away(tmp_path, how):
+def test_a_folder_that_goes_away(tmp_path, monkeypatch, how):
     run, go = watched(tmp_path / "run", 3)
     run.state_dict()
-    run._store.flush_seconds = 0.0
+    monkeypatch.setattr(Store, "flush_seconds", 0.0)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     (tmp_path / "run").rename(tmp_path / "elsewhere")
     if how == "replaced":  # somebody else's ledger of the same name

@@ -14,6 +14,7 @@ import inrun
 from helpers.loops import MODELS, Dropped, next_token
 from helpers.zoo import GPT, ZOO, V
 from inrun.exact import reference
+from inrun.scoring.clipping import ClippingWatch
 
 B, LENGTH = 6, 5
 
@@ -262,9 +263,9 @@ def test_clipped_values_add_up_and_agree_with_the_clipped_utility(loop, capsys):
 
 
 @pytest.mark.parametrize("max_norm", [0.05, 0.5])
-def test_the_part_across_the_gradient_counts_more_than_a_fixed_coefficient(max_norm):
+def test_the_part_across_the_gradient_counts_more_than_a_fixed_coefficient(max_norm, monkeypatch):
     """Clipping by norm: the factor for the part across G against one factor for everything."""
-    errors = {}
+    errors, recognise = {}, ClippingWatch.recognise
     for spread in (True, False):
         torch.manual_seed(0)
         model = GPT()
@@ -275,8 +276,9 @@ def test_the_part_across_the_gradient_counts_more_than_a_fixed_coefficient(max_n
             form="ghost",  # where the energy of the examples is an estimate
         )  # fmt: skip
         if not spread:
-            recognise = run._scorer._clipping.recognise
-            run._scorer._clipping.recognise = lambda *a, f=recognise: replace(f(*a), norm=None)
+            monkeypatch.setattr(
+                ClippingWatch, "recognise", lambda *a: replace(recognise(*a), norm=None)
+            )
         errors[spread] = []
         for step in range(40):
             rows = rows_for(step)

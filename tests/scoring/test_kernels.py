@@ -178,7 +178,7 @@ def other_default_device():
     from inrun import kernels
 
     torch.manual_seed(0)
-    rows = [torch.randn(3, *s) for s in SHAPES]
+    rows = [torch.randn(3, *s) for s in SHAPES[1:]]  # sizes that are not cached yet
     p, m = [r[0].clone() for r in rows], [r[1].clone() for r in rows]
     step = kernels.AdamStep(
         p, m, m, [x.square() for x in m], [torch.tensor(3.0, device="cpu") for _ in p],
@@ -189,11 +189,9 @@ def other_default_device():
         weights, factors = kernels.shift(step, 0.5, "secant")
         return [*weights, *factors, kernels.contract(rows, p, [r[:2] for r in rows], None)[:, :3]]
 
-    expected = everything()
-    kernels._chunks.cache_clear()
     with torch.device("meta"):
         found = everything()
-    same = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    same = all(torch.equal(a, b) for a, b in zip(found, everything(), strict=True))
     return {"values": float(not same)}
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
+from helpers.inside import are_joined
 from inrun.validation import joining
 
 X = torch.randn(90, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -108,7 +109,7 @@ def test_losses_with_weights_of_classes_and_a_head_of_zeros(loss, joinable):
     else:
         with pytest.warns(UserWarning, match=REFUSED):
             run = trained(Zero, (X, Y), loss, targets)
-    assert run._validator._joining.verified == joinable
+    assert are_joined(run) == joinable
     assert_as_alone(run, Zero, (X, Y), loss, targets)
 
 
@@ -125,7 +126,7 @@ def test_padding_that_begins_later(loss):
     assert_as_alone(run, Words, TOKENS, loss, targets)
     early = {k: b[:2] for k, b in targets.items()}
     run = trained(Words, TOKENS, loss, early)
-    assert run._validator._joining.verified and run._validator._joint is not None
+    assert are_joined(run)
     assert_as_alone(run, Words, TOKENS, loss, early)
 
 
@@ -149,7 +150,7 @@ def test_weights_that_change_during_the_run():
                 optimizer.step()
                 optimizer.zero_grad()
                 if t == 1:
-                    assert len(targets) == 1 or run._validator._joint is not None
+                    assert len(targets) == 1 or are_joined(run)
                     weight.copy_(WEIGHT)
         return run
 
@@ -192,7 +193,7 @@ def test_other_things_that_a_loss_depends_on(where):
                 loss(model, (X[:6], Y[:6])).backward()
             optimizer.step()
             optimizer.zero_grad()
-            return run._validator._joint is not None
+            return are_joined(run)
 
         assert step() and step()
         if where == "attribute":
@@ -220,12 +221,12 @@ def test_sets_that_do_not_come_back_are_not_measured_for_ever(monkeypatch):
         for q in range(2)
     }
     run = trained(Zero, (X, Y), plain, targets, steps=12)
-    assert len(measured) == 3 and run._validator._joint is None
+    assert len(measured) == 3 and not are_joined(run)
     assert_as_alone(run, Zero, (X, Y), plain, targets, steps=12)
     measured.clear()
     run = trained(Zero, (X, Y), plain, targets, steps=15)
     assert len(measured) == 3, "those that came back are joined"
-    assert run._validator._joint is not None
+    assert are_joined(run)
 
 
 class RowsMeet(nn.Module):

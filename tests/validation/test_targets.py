@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
+from helpers.inside import are_joined
 from helpers.zoo import GPT, ZOO, V
 from inrun.gradients.records import Lookup
 from inrun.scoring import contraction, groups
@@ -89,9 +90,7 @@ def assert_as_apart(first, data, loss, targets, together=True, said=False, rtol=
     """One run with all targets against one run for each. ``said``: that they are not joined."""
     with refused() if said else nullcontext():
         run = trained(first, data, loss, targets, **options)
-    joining = run._validator._joining
-    used = run._validator._joint is not None and joining.verified
-    assert used == together
+    assert are_joined(run) == together
     for name, batches in targets.items():
         one = trained(first, data, loss, {name: batches}, **options)
         for estimator in options.get("estimator", ["secant"]):
@@ -523,7 +522,7 @@ def test_nothing_of_the_training_is_touched():
             grads += [c for _, c in held]
             opt.zero_grad()
         if run is not None:
-            assert run._validator._joining.verified
+            assert are_joined(run)
             run.close()
         states = [torch.get_rng_state(), torch.tensor(random.getstate()[1])]
         states += [torch.tensor(np.random.get_state()[1].astype(np.int64))]
@@ -574,13 +573,13 @@ def test_every_target_is_measured_once():
 
     targets = {f"t{q}": [cut(data, q % 50, 1)] for q in range(70)}
     run = trained(first, data, loss, targets, steps=3, val_loss=counted)
-    assert run._validator._joining.verified
+    assert are_joined(run)
     assert calls.count(1) == 70 and calls.count(70) == 4, "then it is one pass for each step"
     one = trained(first, data, loss, {"t": targets["t37"]}, steps=3)
     assert np.allclose(run.history()["t37"], one.history()["value"], rtol=1e-9)
     with refused():
         run = trained(first, data, loss, targets, steps=1, val_loss=summed)
-    assert not run._validator._joining.allowed
+    assert not are_joined(run)
 
 
 def test_values_are_contracted_in_full_precision_under_autocast(monkeypatch):
@@ -672,7 +671,7 @@ def test_a_loss_that_is_not_finite_decides_nothing():
 
     run = trained(first, data, loss, equal(data), val_loss=at_first)
     assert run.steps()["void"].notna().tolist() == [True, False, False]
-    assert run._validator._joining.verified
+    assert are_joined(run)
 
 
 def test_estimators_at_one_point_share_the_gradients(monkeypatch):
