@@ -86,7 +86,7 @@ def train(kind, training, monkeypatch, apart):
         ("keywords", 3),
     ],
 )
-def test_whole_operations_give_the_same(kind, whole, monkeypatch):
+def test_joined_operations_and_taps_give_the_same(kind, whole, monkeypatch):
     values, weights, found = train(kind, "fast", monkeypatch, apart=False)
     expected, others, none = train(kind, "fast", monkeypatch, apart=True)
     assert (found, none) == (whole, 0)  # from the second step on, when the calls are known
@@ -97,7 +97,7 @@ def test_whole_operations_give_the_same(kind, whole, monkeypatch):
     torch.testing.assert_close(weights, others)
 
 
-def test_bitwise_training_has_none(monkeypatch):
+def test_bitwise_training_joins_no_operation_with_its_tap(monkeypatch):
     assert train("usual", "bitwise", monkeypatch, apart=False)[2] == 0
 
 

@@ -319,7 +319,7 @@ def _clipped_step(model, optimizer, run, rows, max_norm):
     return truth, last[last["step"] == run.step - 1]["value"].to_numpy()
 
 
-def test_grad_scaler_skips_leave_no_trace():
+def test_steps_that_grad_scaler_skips_leave_no_trace():
     """float16 training on the CPU: an overflowing batch is skipped and credited nothing."""
     torch.set_default_dtype(torch.float32)
     model = GPT()
@@ -398,7 +398,7 @@ def test_the_default_device_does_not_matter():
     assert runs[0].steps().equals(runs[1].steps())
 
 
-def test_a_model_compiled_after_watching():
+def test_a_model_compiled_after_watching_has_the_same_values():
     first = GPT()
     eager, _, _ = train(plain, copy.deepcopy(first), True)
     model = copy.deepcopy(first)
@@ -423,7 +423,7 @@ def test_compiled_models_give_the_values_of_eager_ones():
             assert torch.allclose(v, same[k.replace("grad ", "grad _orig_mod.")], rtol=1e-9)
 
 
-def test_models_whose_forward_returns_the_loss():
+def test_models_whose_forward_returns_the_loss_are_watched():
     problem = ZOO["gpt2"]()
     model, optimizer = problem.model, torch.optim.AdamW(problem.model.parameters(), lr=1e-3)
     run = inrun.watch(model, optimizer, validation=[problem.batch], audit_every=1)
@@ -437,7 +437,7 @@ def test_models_whose_forward_returns_the_loss():
 
 
 @pytest.mark.filterwarnings("ignore:the loss inside run.batch also trains")
-def test_parameter_groups_schedulers_and_frozen_parameters():
+def test_values_add_up_with_parameter_groups_schedulers_and_frozen_parameters():
     model = GPT()
     model.norm.requires_grad_(False)
     inside = [p for k, p in model.named_parameters() if p.requires_grad and "position" not in k]
@@ -505,7 +505,7 @@ def test_muon_says_what_its_secant_missed():
     assert (steps["residual"].abs() <= 0.1 * scale)[good].all(), steps
 
 
-def test_an_optimizer_of_ones_own():
+def test_values_add_up_for_an_optimizer_of_ones_own():
     class Lion(torch.optim.Optimizer):
         def __init__(self, params, lr=1e-4, betas=(0.9, 0.99)):
             super().__init__(params, {"lr": lr, "betas": betas})

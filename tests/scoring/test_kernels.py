@@ -235,7 +235,7 @@ def errors():
 
 
 @pytest.mark.parametrize("name", SHIFTS)
-def test_shift(errors, name):
+def test_the_update_kernel_gives_the_weights_and_factors_of_the_formulas(errors, name):
     found = errors[f"shift {name}"]
     assert found["untouched"] == 0.0
     # bfloat16 weights are rounded when they are written, and so is Adam's state
@@ -246,7 +246,7 @@ def test_shift(errors, name):
 
 
 @pytest.mark.parametrize("name", CONTRACTS)
-def test_contract(errors, name):
+def test_the_contraction_kernel_gives_the_inner_products(errors, name):
     _, Q, dtype, _ = CONTRACTS[name]
     if dtype == "bfloat16" and Q > 1 and DEVICE == "cpu":
         pytest.skip("the interpreter multiplies the bits of bfloat16 matrices, not their numbers")
@@ -255,7 +255,7 @@ def test_contract(errors, name):
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_contract_without_factors_or_gradients(errors, name):
+def test_the_contraction_kernel_works_without_factors_or_gradients(errors, name):
     assert errors[f"plain {name}"]["values"] < 1e-5
 
 
@@ -267,7 +267,7 @@ def test_the_default_device_does_not_matter(errors):
     assert errors["other default device"]["values"] == 0.0
 
 
-def test_memory_in_one_piece(errors):
+def test_tensors_made_in_one_piece_of_memory_are_aligned(errors):
     assert errors["alike"]["shapes"] == 0.0
 
 

@@ -55,7 +55,7 @@ def moved(cls: type[optim.Optimizer], options: dict[str, object], steps: int) ->
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @torch.no_grad()
-def test_rows_change_nothing(name, steps, kind, monkeypatch):
+def test_parameters_computed_together_give_what_each_gives_alone(name, steps, kind, monkeypatch):
     every = moved(*OPTIMIZERS[name], steps)
     found = []
     for piece in (2**18, 1):
@@ -75,7 +75,7 @@ def test_rows_change_nothing(name, steps, kind, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
 
 
-def test_rows_end_at_their_limit(monkeypatch):
+def test_rows_of_parameters_stay_within_their_size_limit(monkeypatch):
     every = moved(optim.AdamW, {}, 2)
     monkeypatch.setitem(direction._PIECE, "cpu", 40)
     rows = Path(every)._rows
@@ -91,7 +91,7 @@ def test_rows_end_at_their_limit(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("zeros", ["none", "some", "empty"])
 @torch.no_grad()
-def test_weights_and_secant_in_one_pass(zeros, dtype):
+def test_one_pass_gives_the_weights_and_the_secant_of_the_formulas(zeros, dtype):
     """``shift`` beside the formulas that it rearranges; untouched coordinates carry nothing."""
     torch.manual_seed(0)
     n = 0 if zeros == "empty" else 60

@@ -102,7 +102,7 @@ def by_class():
     ("loss", "joinable"),
     [(plain, True), (smoothed, True), (weighted, False), (weighted_and_smoothed, False)],
 )
-def test_losses_with_weights_of_classes_and_a_head_of_zeros(loss, joinable):
+def test_class_weights_are_noticed_though_a_head_of_zeros_hides_them(loss, joinable):
     targets = by_class()
     if joinable:
         run = trained(Zero, (X, Y), loss, targets)
@@ -114,7 +114,7 @@ def test_losses_with_weights_of_classes_and_a_head_of_zeros(loss, joinable):
 
 
 @pytest.mark.parametrize("loss", [next_token, per_valid_token])
-def test_padding_that_begins_later(loss):
+def test_padding_that_begins_later_is_noticed(loss):
     """The first sets are joined, and a set with padding is measured before it is."""
     targets = {}
     for q in range(3):
@@ -130,7 +130,7 @@ def test_padding_that_begins_later(loss):
     assert_as_alone(run, Words, TOKENS, loss, early)
 
 
-def test_weights_that_change_during_the_run():
+def test_class_weights_that_change_during_the_run_are_noticed():
     """Joinable while they are equal; the tensor, or the number, is part of what is measured."""
     weight = torch.ones(3)
 
@@ -163,7 +163,7 @@ def test_weights_that_change_during_the_run():
 
 
 @pytest.mark.parametrize("where", ["attribute", "buffer", "criterion", "closure"])
-def test_other_things_that_a_loss_depends_on(where):
+def test_other_settings_of_a_loss_that_change_are_noticed(where):
     class Weighing(Zero):
         def __init__(self):
             super().__init__()
@@ -242,7 +242,7 @@ class RowsMeet(nn.Module):
         return self.head(h if self.training else h - h.flatten(1).mean(0, keepdim=True))
 
 
-def test_rows_that_reach_each_other():
+def test_rows_that_depend_on_each_other_are_not_joined():
     targets = by_class()
     with pytest.warns(UserWarning, match=REFUSED):
         run = trained(RowsMeet, (X, Y), plain, targets)
