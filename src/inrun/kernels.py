@@ -51,7 +51,7 @@ def addresses(columns: Sequence[Sequence[Tensor]], device: torch.device) -> Tens
     """The address of each tensor, [tensors, columns]; 0 where a column is empty."""
     n = max(len(c) for c in columns)
     table = [[c[i].data_ptr() if c else 0 for c in columns] for i in range(n)]
-    return upload(torch.tensor(table, dtype=torch.int64), device)
+    return upload(torch.tensor(table, dtype=torch.int64, device="cpu"), device)
 
 
 def upload(t: Tensor, device: torch.device) -> Tensor:
@@ -74,11 +74,11 @@ def chunks(
     They come in one or two lists: first those of tensors all of whose sizes and strides are
     multiples of 16 (True), which need not be read number by number, then the others.
     """
-    counts = torch.tensor([-(-n // CHUNK) for n in sizes])
-    tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    counts = torch.tensor([-(-n // CHUNK) for n in sizes], device="cpu")
+    tensors = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), counts)
     first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    starts = (torch.arange(len(tensors)) - first) * CHUNK
-    uneven = (torch.tensor([sizes, *strides]) % 16).sum(0)
+    starts = (torch.arange(len(tensors), device="cpu") - first) * CHUNK
+    uneven = (torch.tensor([sizes, *strides], device="cpu") % 16).sum(0)
     found = []
     for even in (True, False):
         own = (uneven[tensors] == 0) == even

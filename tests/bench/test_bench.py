@@ -83,7 +83,7 @@ def test_every_variant_in_one_table(tmp_path):
         assert words in result.stderr
 
 
-def test_help():
+def test_help_names_the_options():
     text = call("--help").stdout
     assert all(name in " ".join(text.split()) for name in ("What watching costs", "--verify"))
 
@@ -98,7 +98,7 @@ def test_both_modes_without_plain_have_no_ratio(monkeypatch):
         assert "%" not in part.split("of plain")[1]
 
 
-def test_compiled(monkeypatch):
+def test_compiled_variants_are_verified(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     variants = "plain,fast,direct-vmap"
     result = call(*BRIEF, "--mode", "compile", "--variants", variants, "--verify", "--json")
@@ -166,7 +166,7 @@ def test_what_cannot_be_verified_is_timed(monkeypatch):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("model", ["gpt-1x32", "convnet"])
-def test_direct_is_the_reference(model, optimizer):
+def test_the_direct_variants_give_the_reference(model, optimizer):
     problem = tiny(model)
     trained = copy.deepcopy(problem.model)
     own = make_optimizer(optimizer, list(trained.parameters()))
@@ -214,8 +214,8 @@ def test_problems_are_seeded_and_of_the_size_asked_for():
     assert tiny(dtype="bf16").autocast and not problem.autocast
     low = tiny("convnet", dtype="bf16-weights")
     assert low.batch["inputs"].dtype == low.model.head.weight.dtype == torch.bfloat16
-    assert models.GPT(1, 768, 5, 5).blocks[0].heads == 12
-    assert models.GPT(1, 96, 5, 5).blocks[0].heads == 3
+    assert models.LanguageModel(1, 768, 5, 5).blocks[0].heads == 12
+    assert models.LanguageModel(1, 96, 5, 5).blocks[0].heads == 3
 
 
 def test_models_of_transformers(tmp_path):

@@ -89,12 +89,12 @@ def test_a_batch_of_one(name, length):
 
 
 @pytest.mark.parametrize("size", [1, B])
-def test_attention_of_a_sequence_first_batch(size):
+def test_attention_of_sequence_first_batches_is_scored(size):
     model = Model(lambda m, x: m.a(x, x, x)[0], a=nn.MultiheadAttention(D, 2))
     assert_right(problem(model, torch.randn(T, size, D), sequence_first, 1))
 
 
-def test_the_last_batch_of_an_epoch():
+def test_a_smaller_last_batch_is_scored():
     model = nn.TransformerEncoderLayer(D, 2, 8, dropout=0.0, batch_first=True)
     x = torch.randn(4, T, D)
     run, optimizer = watched(model, square, x[:2])
@@ -119,7 +119,7 @@ NORMS = {
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_norms_of_sequence_first_batches(name):
+def test_norms_of_sequence_first_batches_are_scored(name):
     assert_right(problem(NORMS[name](), torch.randn(T, B, D), sequence_first, 1))
 
 
@@ -177,7 +177,7 @@ CHECKPOINTED = {
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", CHECKPOINTED)
-def test_checkpointed_functions_with_raw_parameters(name, reentrant):
+def test_checkpointed_functions_with_raw_parameters_are_scored(name, reentrant):
     assert_right(problem(*CHECKPOINTED[name](reentrant)))
 
 
@@ -252,7 +252,7 @@ CONVERTED = {
 
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
 @pytest.mark.parametrize("name", CONVERTED)
-def test_conversions(name):
+def test_conversions_of_type_are_followed(name):
     model = CONVERTED[name]()
     if "parameter" not in name:
         model.w.requires_grad_(False)
@@ -285,7 +285,7 @@ class Redrawn(nn.Module):
 
 
 @pytest.mark.parametrize("form", ["ghost", "materialise"])
-def test_masks_and_data_that_are_filled_anew_while_gradients_accumulate(form):
+def test_masks_and_data_refilled_in_place_do_not_change_earlier_batches(form):
     x, values = torch.randn(6, T, D), []
     for in_place in (False, True):
         torch.manual_seed(0)
@@ -314,7 +314,7 @@ class Masked(nn.Module):
 
 
 @pytest.mark.parametrize("redrawn", [False, True])
-def test_compiled_masks_and_data_that_are_filled_anew(redrawn):
+def test_compiled_masks_and_data_may_be_refilled_in_place(redrawn):
     torch.compiler.reset()
     x, values = torch.randn(6, T, D), []
     for backend in ("eager", "aot_eager"):
@@ -342,7 +342,7 @@ def test_compiled_masks_and_data_that_are_filled_anew(redrawn):
 
 @pytest.mark.filterwarnings("ignore:the loss inside run.batch also trains")  # the teacher
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_the_model_is_copied_inside_the_block(reentrant):
+def test_copying_the_model_inside_the_block_changes_no_value(reentrant):
     """For a moving average, or as its own teacher, whose widths are B."""
     x, values = torch.randn(D, T, D), []
     for early in (True, False):
@@ -368,7 +368,7 @@ def test_weights_of_another_model_are_no_examples():
     assert_right(problem(model, torch.randn(B, T, D)))
 
 
-def test_functional_call():
+def test_functional_call_is_scored_with_the_models_parameters_only():
     x = torch.randn(B, T, D)
     for change in (lambda p: p, lambda p: 2 * p.exp()):
         model = Model(lambda m, x: torch.func.functional_call(
@@ -452,7 +452,7 @@ ADAPTERS = {
 
 @pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension", "ignore:Setting boft")
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_adapters(name):
+def test_adapters_of_peft_are_scored(name):
     if name == "boft" and torch.cuda.is_available():
         pytest.skip("peft compiles an extension for it")
     p = ADAPTERS[name]()
@@ -470,7 +470,7 @@ def test_loha_is_refused_for_its_real_cause():
         captured(p)
 
 
-def test_gather_from_a_constant():
+def test_gathered_rows_belong_to_the_example_of_the_index():
     """As many columns as examples; rows belong to whom the index belongs to."""
     model = Model(lambda m, x: m.e(torch.arange(B * T).view(B, T).gather(1, x)), e=nn.Embedding(
         B * T, 2))  # fmt: skip
@@ -483,12 +483,12 @@ def test_gather_from_a_constant():
 
 
 @pytest.mark.parametrize("equation", ["...d,do->...o", "b...d,do->b...o", "...td,do->...to"])
-def test_einsum_with_an_ellipsis(equation):
+def test_einsum_with_an_ellipsis_is_followed(equation):
     model = Model(lambda m, x: torch.einsum(equation, x, m.w), w=(D, 2))
     assert_right(problem(model, torch.randn(B, B, D)))
 
 
-def test_a_parameter_that_the_forward_pass_clamps():
+def test_a_parameter_clamped_in_the_forward_pass_is_scored():
     """Under no_grad it stays the parameter; nothing of it is done again when it is scored."""
 
     def function(m, x):
@@ -499,7 +499,7 @@ def test_a_parameter_that_the_forward_pass_clamps():
     assert_right(problem(Model(function, w=(), l=nn.Linear(D, 2)), torch.randn(B, T, D)))
 
 
-def test_arguments_by_keyword():
+def test_arguments_by_keyword_are_found():
     model = Model(
         lambda m, x: torch.matmul(input=F.linear(input=x, weight=m.w, bias=m.b), other=m.v),
         w=(D, D), b=(D,), v=(D, 2),
@@ -526,7 +526,7 @@ def contrastive(kind, **options):
 
 
 @pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
-def test_the_temperature_of_contrastive_models(kind):
+def test_a_contrastive_temperature_is_credited_half_to_each_of_a_pair(kind):
     """Its gradient through the logit of a pair belongs to both, half each; all other parameters
     are used row by row."""
     model, batch = contrastive(kind, **({"projection_dim": D} if kind == "CLIP" else {}))
@@ -574,7 +574,7 @@ SIMILARITIES = {
 
 @pytest.mark.parametrize("size", [B, 1])
 @pytest.mark.parametrize("name", SIMILARITIES)
-def test_temperatures(name, size):
+def test_temperatures_in_place_transposed_and_divided_are_scored(name, size):
     """In place, turned and by division; over steps, where calls come back."""
 
     def function(m, x):

@@ -53,6 +53,14 @@ def learned_memory(m, x):
     return F.scaled_dot_product_attention(x[:, None], k, v)
 
 
+def unbound_heads(m, x):
+    q, k, v = m.qkv(x).view(len(x), x.shape[1], 3, 2, -1).unbind(2)
+    y = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+    )
+    return y.transpose(1, 2).reshape(x.shape)
+
+
 def latents(m, x):
     q = F.scaled_dot_product_attention(m.q, m.q, m.q)
     return x @ q.mT
@@ -104,6 +112,7 @@ CASES = {
         learned_queries, q=(1, 3, N), attention=nn.MultiheadAttention(N, 2, batch_first=True)
     ),
     "learned-memory": lambda: Model(learned_memory, k=(1, 1, 5, N), v=(1, 1, 5, N)),
+    "unbound-heads": lambda: Model(unbound_heads, qkv=nn.Linear(N, 3 * N)),
     "latent-attention": lambda: Model(latents, q=(1, 3, N)),
     "weight-norm": lambda: Model(
         lambda m, x: m.l(x), l=nn.utils.parametrizations.weight_norm(nn.Linear(N, 3))
@@ -133,7 +142,7 @@ def problem(name):
 @pytest.mark.parametrize("fast", [False, True], ids=["bitwise", "fast"])
 @pytest.mark.parametrize("form", ["ghost", "materialise"])
 @pytest.mark.parametrize("name", CASES)
-def test_pattern(name, form, fast):
+def test_every_pattern_gives_per_example_gradients(name, form, fast):
     p = problem(name)
     expected = reference_rows(p)
     _, micro = captured(p, form=form, fast=fast)
@@ -161,7 +170,7 @@ def test_lost_examples_are_refused_not_guessed(function):
         square(model, x).backward()
 
 
-def test_an_index_that_says_something_else_in_the_next_step():
+def test_the_contents_of_an_index_tensor_are_read_in_every_step():
     """Calls are recognised from step to step; what an index tensor holds is looked at each time."""
     order = torch.arange(N)
     model = Model(lambda m, x: m.second(m.first(x)[order]), first=nn.Linear(N, N),
@@ -219,7 +228,7 @@ def test_a_loss_that_is_kept_keeps_no_records():
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
-def test_a_gradient_that_cancels_once_by_chance(name):
+def test_a_gradient_that_cancels_once_by_chance_does_not_spoil_later_values(name):
     """A head of zeros and a balanced batch: the head's bias gets no gradient in the first step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
@@ -245,7 +254,7 @@ def test_a_gradient_that_cancels_once_by_chance(name):
         assert check is not None and check.relative_error < 0.03
 
 
-def test_a_vector_that_begins_to_cancel():
+def test_a_bias_that_begins_to_cancel_gets_no_large_values():
     """A bias before BatchNorm is unfrozen on the way, and nobody audits."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
@@ -262,7 +271,7 @@ def test_a_vector_that_begins_to_cancel():
         assert run.history()["value"].abs().max() < 0.1
 
 
-def test_rows_collated_inside_the_block():
+def test_rows_collated_inside_the_block_give_the_same_values():
     """Each row has as many tokens as the batch has rows: T = B."""
     data = torch.randint(0, 9, (20, N))
     model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 3))
@@ -292,7 +301,7 @@ def test_dropout_on_a_parameter_alone_is_refused():
         square(model, x).backward()
 
 
-def test_layers_unfrozen_and_frozen_on_the_way():
+def test_layers_can_be_unfrozen_and_frozen_on_the_way():
     model = nn.Sequential(nn.Linear(N, N), nn.Tanh(), nn.Linear(N, 2))
     model[0].requires_grad_(False)
     x = torch.randn(6, N)
@@ -340,7 +349,7 @@ def test_buffers_written_while_evaluating_are_put_back():
     assert all(torch.equal(v, states[1][k]) for k, v in states[0].items())
 
 
-def test_a_skipped_step_with_zero_grad_inside_the_block():
+def test_a_batch_without_a_step_leaves_no_values():
     model = nn.Linear(N, 2)
     x = torch.randn(6, N)
     run, optimizer = watched(model, square, x[:2])
@@ -354,7 +363,7 @@ def test_a_skipped_step_with_zero_grad_inside_the_block():
     assert not run.values()["id"].between(10, 15).any()
 
 
-def test_check_with_an_optimizer_that_has_attributes_of_its_own(capsys):
+def test_check_leaves_attributes_of_the_optimizer_alone(capsys):
     class Counting(torch.optim.AdamW):
         def __init__(self, params):
             super().__init__(params, lr=1e-3)

@@ -81,7 +81,7 @@ def test_values(name):
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_a_batch_of_one(name):
+def test_a_batch_of_one_is_scored(name):
     """The last batch of an epoch: sizes of 1 are everywhere."""
     problem = ZOO[name]()
     dim, problem.B = problem.batch_dim, 1

@@ -52,7 +52,7 @@ def test_help_and_version():
     assert call("--version").stdout.startswith("inrun ")
 
 
-def test_info(run):
+def test_info_says_what_the_ledger_holds(run):
     text = call("info", run).stdout
     assert "2: math, code" in text and "explained" in text and "50.0% of the parameters" in text
     facts = asked("info", run)
@@ -61,7 +61,7 @@ def test_info(run):
     assert facts["info"]["config"] == {"seed": 0}
 
 
-def test_top(run, tmp_path):
+def test_top_lists_the_best_and_the_worst(run, tmp_path):
     values = open_run(run).values().sort_values("value")
     best, worst = asked("top", run, "-n", 3), asked("top", run, "-n", 3, "--worst")
     assert [r["id"] for r in best] == values["id"].tolist()[:-4:-1]
@@ -81,7 +81,7 @@ def test_top(run, tmp_path):
     assert rows[0]["text"] == f"\x1b[2Jtext [red]{best[0]['id']}"
 
 
-def test_compare(run, tmp_path):
+def test_compare_gives_the_metrics_of_two_runs(run, tmp_path):
     other = make_run(tmp_path / "other", seed=1)
     found = asked("compare", run, other)
     both = open_run(run).values().merge(open_run(other).values(), on="id")
@@ -97,7 +97,7 @@ def test_compare(run, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "csv", "json", "txt"])
-def test_prune(run, tmp_path, suffix):
+def test_prune_removes_the_lowest_values(run, tmp_path, suffix):
     file = tmp_path / f"keep.{suffix}"
     result = asked("prune", run, "--ratio", 0.2, "-o", file)
     values = open_run(run).values()
@@ -116,7 +116,7 @@ def test_prune(run, tmp_path, suffix):
     assert kept == [i for i in values["id"] if i not in worst]
 
 
-def test_prune_otherwise(run, tmp_path):
+def test_prune_takes_other_orders(run, tmp_path):
     def kept(*args):
         call("prune", run, "--ratio", 0.1, "-o", tmp_path / "k.parquet", "--force", *args)
         return set(pd.read_parquet(tmp_path / "k.parquet")["id"])
@@ -130,7 +130,7 @@ def test_prune_otherwise(run, tmp_path):
     assert random[0] == random[1] != random[2]
 
 
-def test_report(run, tmp_path):
+def test_report_writes_a_page(run, tmp_path):
     assert "MB" in call("report", run, "-o", tmp_path / "r.html").stdout
     assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
 

@@ -27,7 +27,7 @@ def small(monkeypatch):
     monkeypatch.setattr(digits, "TEST", 1297)  # leaves 400 for training
 
 
-def test_digits(tmp_path, small):
+def test_the_digits_demo_finds_flipped_labels(tmp_path, small):
     pytest.importorskip("sklearn")
     out = tmp_path / "demo"
     result = call("--out", out, "--epochs", 12, "--json")
@@ -52,7 +52,7 @@ def test_digits(tmp_path, small):
     assert len(inrun.open(out).steps()) == 7
 
 
-def test_text(tmp_path, monkeypatch):
+def test_the_text_demo_names_passages_for_each_question(tmp_path, monkeypatch):
     some = dict(list(passages.passages().items())[:64])
     monkeypatch.setattr(passages, "passages", lambda: some)
     result = call("--task", "text", "--out", tmp_path / "demo", "--epochs", 2, "--json")

@@ -13,7 +13,7 @@ PAGES = ["README.md", "docs/optimizers.md", "docs/operations.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_code_runs(page, capsys):
+def test_code_in_the_docs_runs(page, capsys):
     torch.set_default_dtype(torch.float32)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
@@ -65,7 +65,7 @@ def test_architecture_names_what_exists():
             )
 
 
-def test_version():
+def test_the_version_has_three_numbers():
     import inrun
 
     assert re.match(r"\d+\.\d+\.\d+", inrun.__version__)

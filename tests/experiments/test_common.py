@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from experiments import EXPERIMENTS, load
-from experiments.common import tasks
+from experiments.common import jobs, tasks
 from experiments.common.game import coalition_losses, row_gradients, shapley
 from experiments.common.markdown import unfinished
 from experiments.common.parts import Context, Experiment, reproduce, select, write
@@ -172,7 +172,40 @@ def test_a_name_that_others_begin_with_means_itself():
     assert list(select(experiment, "tiny", ["a-"])) == ["a-1", "a-10"]
 
 
-def test_parts_side_by_side_wait_for_what_they_need(tmp_path):
+def test_parts_side_by_side_wait_for_what_they_need(tmp_path, monkeypatch):
+    """With processes that are done as soon as they are asked for the second time."""
+    parts = {name: {"name": name} for name in "abcd"}
+    needs = {"a": ["c"], "b": [], "c": [], "d": ["a", "b"]}
+    experiment = replace(
+        counted()[1], parts=lambda size: parts, needs=lambda settings: needs[settings["name"]]
+    )
+    most = []
+
+    class Process:
+        def __init__(self, command, **_):
+            self.name, self.polls = command[command.index("--only") + 1], 0
+            most.append(len(side_by_side.running) + 1)
+
+        def poll(self):
+            self.polls += 1
+            if self.polls < 2:
+                return None
+            record = {"settings": parts[self.name]}
+            write(tmp_path / "parts" / f"{self.name}.json", record)
+            return 0
+
+    monkeypatch.setattr(jobs.subprocess, "Popen", Process)
+    monkeypatch.setattr(jobs.time, "sleep", lambda seconds: None)
+    said = []
+    side_by_side = jobs.Jobs(experiment, "tiny", tmp_path, [], said.append)
+    side_by_side.run(parts, jobs=2)
+    assert [line for line in said if line.endswith("…")] == ["b …", "c …", "a …", "d …"]
+    assert said.index("a …") > said.index("c: done") and said[-2:] == ["d …", "d: done"]
+    assert max(most) == 2
+
+
+@pytest.mark.slow
+def test_real_processes_side_by_side_wait_for_what_they_need(tmp_path):
     said = []
     experiment = load("source-identification")
     pick = ["gpt-pretrained", "pretrain-gpt"]

@@ -31,7 +31,7 @@ def test_ghost_is_the_materialised_score(tmp_path):
         assert summary["gpt-bfloat16"]["against"][f"{form}, same"]["R"] >= 0.999
 
 
-def test_values_add_up(tmp_path):
+def test_the_adds_up_experiment_finds_that_values_add_up(tmp_path):
     for c in run("adds-up", tmp_path).values():
         off = {e: abs(c["explained"][e] - 1) for e in ESTIMATORS}
         assert off["secant"] <= 0.02 and off["secant+gauss2"] <= 0.02
@@ -60,7 +60,7 @@ def test_efficiency_stands_beside_the_paper(tmp_path, monkeypatch):
     assert efficiency.table({}).count("not yet measured") == len(efficiency.VARIANTS)
 
 
-def test_accumulated(tmp_path):
+def test_accumulated_values_of_the_estimators_differ(tmp_path):
     pairs = run("accumulated", tmp_path)["convnet-seed0"]["pairs"]
     assert set(pairs) == {"tangent / sgd", "tangent / secant", "sgd / secant"}
     assert all(-1 <= c["spearman"] < 0.999 for c in pairs.values())

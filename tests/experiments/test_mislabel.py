@@ -37,7 +37,7 @@ def gradients(mine, model):
     return torch.stack(rows)
 
 
-def test_mislabel(tmp_path):
+def test_the_tiny_experiment_has_every_detector(tmp_path):
     pytest.importorskip("cleanlab", reason="needs the extra inrun[experiments]")
     pytest.importorskip("transformers", reason="needs the extra inrun[hf]")
     summary = run("mislabel", tmp_path)
@@ -114,7 +114,7 @@ def test_out_of_fold_probabilities_do_not_see_the_own_label():
         detectors.out_of_fold(trainer(DIGITS | {"examples": 41}))
 
 
-def test_flips_and_targets():
+def test_flips_change_labels_only_and_targets_are_balanced():
     torch.set_default_dtype(torch.float32)
     clean = problems.make(DIGITS | {"rate": 0.0}, CPU)
     problem = problems.make(DIGITS | {"rate": 0.25}, CPU)

@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("pruning")
 
 
-def test_tiny(folder):
+def test_the_tiny_experiment_has_every_cell(folder):
     summary = run("pruning-sst2", folder)
     cells = {(c["optimizer"], c["which"], c["by"]): c for c in summary["cells"]}
     sources = [f"{e}, {t}" for e in ("secant", "tangent", "sgd") for t in task.TARGETS]
@@ -62,7 +62,7 @@ def test_tiny(folder):
     assert cells["sgd-momentum", "random", None]["lr"] == best["lr"] and len(grid) == 2
 
 
-def test_the_same_again(folder):
+def test_a_part_done_again_is_the_same(folder):
     experiment = load("pruning-sst2")
     run("pruning-sst2", folder)
     for name in ("watch-adamw-seed1", "prune-adamw-20"):
@@ -74,7 +74,7 @@ def test_the_same_again(folder):
         assert file.read_text()[:cut] == before[:cut]
 
 
-def test_what_is_removed():
+def test_the_lowest_or_highest_values_are_removed():
     settings = TINY["prune-adamw-20"] | {"seeds": [0], "repeats": 1, "epochs": 1}
     flipped = task.make(settings, CPU).flipped
     least = training.packed(-flipped.double().numpy())

@@ -17,6 +17,7 @@ from experiments.common.parts import Context, reproduce
 from experiments.source_identification import models, parts, scores, texts
 from experiments.source_identification.ranking import ranks
 from experiments.source_identification.summary import METHODS, PAPER, cells
+from helpers.inside import are_joined
 
 CPU = Context(torch.device("cpu"))
 SETTINGS = parts("tiny")["gpt"]
@@ -149,7 +150,7 @@ def test_queries_of_different_lengths_share_one_pass():
     with inrun.watch(language.model, optimizer, targets=targets, **scores.WATCHED) as run:
         scores.backward(run, language.model, rows, torch.arange(8))
         optimizer.step()
-        assert run._validator._joining.verified and run._validator._joint is not None
+        assert are_joined(run)
         assert set(run.coverage()["status"]) == {"scored"}
 
 

@@ -127,7 +127,7 @@ def test_targets_and_estimators_are_counted():
         with run.batch(range(B)):
             loss(model, x).backward()
         optimizer.step()
-        assert [k for _, k in run._capture.keeper.coverage["weight"]] == [kind]
+        assert run.coverage()["forms"].tolist() == [kind]
         run.close()
 
 

@@ -260,7 +260,7 @@ def problem(name: str, B: int) -> Problem:
 @pytest.mark.parametrize("B", [1, 5])
 @pytest.mark.parametrize("form", ["ghost", "materialise"])
 @pytest.mark.parametrize("name", CASES)
-def test_operation(name, form, B):
+def test_every_operation_gives_per_example_gradients(name, form, B):
     torch.manual_seed(1)
     p = problem(name, B)
     expected = reference_rows(p)
@@ -429,7 +429,7 @@ def test_rows_that_are_alike_have_memory_of_their_own():
     assert found[:, 0].tolist() == [2, 1, 1, 1, 1]
 
 
-def test_channels_that_are_examples():
+def test_each_example_has_its_own_weight_where_channels_are_examples():
     """BatchNorm of [T, B, C] as it is: example i has the i-th weight for itself."""
     torch.manual_seed(1)
     p = Problem(

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import inrun.gpt
+
 V, T, D = 23, 6, 8  # vocabulary, tokens, width; the batch has T examples too
 
 
@@ -117,41 +119,14 @@ def vit() -> Problem:
     return Problem(ViT(), (torch.randn(5, 1, 8, 8), torch.randint(0, 3, (5,))), 5, first, classes)
 
 
-class GPT(nn.Module):
-    """A small GPT with a tied head, learned positions and fused qkv, written as people write it."""
+class GPT(inrun.gpt.GPT):
+    """The small GPT with a head written as many people write it: a product with W.t()."""
 
     def __init__(self, vocabulary: int = V, width: int = D, layers: int = 2, length: int = 64):
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.position = nn.Embedding(length, width)
-        self.layers = nn.ModuleList(GPTLayer(width) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
+        super().__init__(vocabulary, width, layers, heads=2, length=length)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
-        for layer in self.layers:
-            x = layer(x)
-        return self.norm(x) @ self.embed.weight.t()
-
-
-class GPTLayer(nn.Module):
-    def __init__(self, width: int, heads: int = 2):
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(B, length, 3, self.heads, -1).unbind(2)
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
-        )
-        x = x + self.out(y.transpose(1, 2).reshape(B, length, width))
-        return x + self.mlp(self.norm2(x))
+    def logits(self, x: Tensor) -> Tensor:
+        return self.norm(x) @ self.token.weight.t()
 
 
 def gpt() -> Problem:

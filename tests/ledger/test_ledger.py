@@ -24,7 +24,7 @@ def small():
     return ledger
 
 
-def test_values():
+def test_values_are_weighted_sums():
     table = small().values(0)
     assert table["id"].tolist() == [10, 20, 30, 40]
     np.testing.assert_array_equal(table["a"], [2 * (1 + 2), 2 * (-3 + 2), np.nan, np.nan])
@@ -33,7 +33,7 @@ def test_values():
     assert table["steps"].tolist() == [2, 3, 1, 1] and table["scored"].tolist() == [2, 2, 0, 0]
 
 
-def test_harm():
+def test_harm_counts_negative_values_in_standard_deviations():
     # step 0: both targets have standard deviation 2; step 2: target a has none, b nothing negative
     np.testing.assert_allclose(small().harm(0)["harm"], [0, 3 / 2 + 1 / 2, np.nan, np.nan])
 
@@ -67,7 +67,7 @@ def test_checkpoint_is_plain_and_exact():
     assert again.steps(0)["step"].tolist() == [0]
 
 
-def test_empty():
+def test_tables_of_an_empty_ledger_have_their_columns():
     ledger = MemoryLedger(["a", "b"])
     assert ledger.values(0).columns.tolist() == ["id", "value", "a", "b", "steps", "scored"]
     assert ledger.history(0).columns.tolist() == ["step", "id", "value", "a", "b"]

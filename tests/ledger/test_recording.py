@@ -126,9 +126,9 @@ def test_a_table_in_a_second_thread_while_a_flush_is_written(tmp_path, monkeypat
     assert_same(tables(open_run(tmp_path / "run")), expected(rows))
 
 
-def test_tables_of_a_run_in_a_second_thread(tmp_path):
+def test_tables_of_a_run_in_a_second_thread(tmp_path, monkeypatch):
+    monkeypatch.setattr(Store, "flush_seconds", 0.0)
     run, go = watched(tmp_path / "run")
-    run._ledger.flush_seconds = 0.0
     read_beside(lambda: go(60), lambda: (run.values(), run.steps()))
     run.close()
     assert inrun.open(tmp_path / "run").steps()["step"].tolist() == list(range(60))
@@ -145,7 +145,7 @@ def full(*_, **__):
 def test_a_full_disk_does_not_stop_the_training(tmp_path, monkeypatch, call):
     calm, _ = watched(None, 9)
     run, go = watched(tmp_path / "run", 3)
-    run._ledger.flush_seconds = 0.0
+    monkeypatch.setattr(Store, "flush_seconds", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(files.os, call, full)
         with pytest.warns(UserWarning, match=r"No space left.*training goes on") as told:
@@ -232,10 +232,10 @@ def test_beyond_the_limit_values_are_dropped_loudly(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["moved", "deleted", "replaced"])
-def test_a_folder_that_goes_away(tmp_path, how):
+def test_a_folder_that_goes_away_does_not_stop_the_training(tmp_path, monkeypatch, how):
     run, go = watched(tmp_path / "run", 3)
     run.state_dict()
-    run._ledger.flush_seconds = 0.0
+    monkeypatch.setattr(Store, "flush_seconds", 0.0)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     (tmp_path / "run").rename(tmp_path / "elsewhere")
     if how == "replaced":  # somebody else's ledger of the same name
@@ -301,7 +301,9 @@ def test_damage_is_not_merged_into_a_new_part(tmp_path):
 
 
 @pytest.mark.parametrize("after", ["replace", "fsync"])
-def test_an_error_after_the_manifest_was_replaced(tmp_path, monkeypatch, after):
+def test_an_error_after_the_manifest_was_replaced_neither_repeats_nor_loses(
+    tmp_path, monkeypatch, after
+):
     """The change is on disk though the call failed: it is neither repeated nor lost."""
     store, rows = create(tmp_path / "run"), list(records(9))
     real, failed = os.replace, []
@@ -329,7 +331,7 @@ def test_an_error_after_the_manifest_was_replaced(tmp_path, monkeypatch, after):
     assert len(list((tmp_path / "run" / "values").iterdir())) == 1
 
 
-def test_a_state_that_is_no_state(tmp_path):
+def test_a_state_that_is_not_from_state_dict_is_refused(tmp_path):
     run, _ = watched(tmp_path / "run", 1)
     with pytest.raises(LedgerError, match=r"not what run.state_dict\(\) returned: it has no 'vali"):
         run.load_state_dict({"step": 3, "unwatched": 0, "next_audit": 0, "ledger": {}})
@@ -478,7 +480,7 @@ def test_a_lock_taken_by_another_writer_stops_the_first(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "text", ["9" * 20, "-1", "0", "x", "", "١٢", "1e3", "\0", "9" * 5000, "7 7 7", "99999999999 1"]
 )
-def test_a_strange_writer_file(tmp_path, text):
+def test_a_strange_writer_file_blocks_nobody(tmp_path, text):
     create(tmp_path / "run").close()
     (tmp_path / "run" / ".writer").write_text(text)
     store = create(tmp_path / "run")

@@ -112,7 +112,7 @@ def test_empty_and_unscored_ledgers(tmp_path):
     store.close()
 
 
-def test_top(tmp_path):
+def test_top_gives_the_best_and_the_worst(tmp_path):
     store = fill(tmp_path / "run", make_records(50))
     values = store.values(0).merge(store.harm(0)).dropna()
     best = values.sort_values(["value", "id"], ascending=[False, True])["id"].tolist()
@@ -138,7 +138,7 @@ def test_history_in_batches(tmp_path):
     store.close()
 
 
-def test_files_speak_for_themselves(tmp_path):
+def test_pandas_reads_the_files_without_inrun(tmp_path):
     fill(tmp_path / "run", make_records(20, kind="str")).close()
     values = pd.read_parquet(tmp_path / "run" / "values")
     assert list(values.columns) == [
@@ -155,7 +155,7 @@ def test_files_speak_for_themselves(tmp_path):
 
 
 @pytest.mark.parametrize("step", [0, 1, 13, 14, 15, 29, 30, 99])
-def test_truncate(tmp_path, step):
+def test_truncating_gives_the_tables_of_memory(tmp_path, step):
     records = list(make_records(30))
     store = fill(tmp_path / "run", records)
     memory = MemoryLedger(["a", "b"])
@@ -463,7 +463,7 @@ def test_ids_are_of_one_kind(tmp_path):
         store.append(StepEntry(2, np.array([1, 2]), values, 0.1))
 
 
-def test_full_disk(tmp_path, monkeypatch):
+def test_a_full_disk_loses_nothing_that_was_written(tmp_path, monkeypatch):
     store = fill(tmp_path / "run", make_records(20))
     store.flush()
     extra = [StepEntry(r.step + 20, r.ids, r.values, r.lr) for r in make_records(5, seed=1)]
@@ -482,7 +482,7 @@ def test_full_disk(tmp_path, monkeypatch):
     assert len(open_run(tmp_path / "run").steps()) == 25
 
 
-def test_run_json(tmp_path):
+def test_run_json_is_plain_json(tmp_path):
     config = {"lr": 1e-3, "betas": (0.9, 0.95), "clip": float("inf"), "n": np.int64(3)}
     store = Store.create(tmp_path / "run", config, ["a"], ESTIMATORS)
     store.update_info(
@@ -508,7 +508,7 @@ def test_run_json(tmp_path):
         open_run(tmp_path / "run").values("x")
 
 
-def test_target_names(tmp_path):
+def test_bad_target_names_are_refused(tmp_path):
     for bad in (["a", "a"], ["id", "b"], []):
         with pytest.raises(LedgerError):
             Store.create(tmp_path / "run", {}, bad, ESTIMATORS)

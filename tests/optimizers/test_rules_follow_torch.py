@@ -34,12 +34,12 @@ def largest_error(case: Case, **kwargs: Any) -> float:
 
 
 @pytest.mark.parametrize("case", [c for x in OPTIONS for c in implementations(x)], ids=str)
-def test_every_option(case: Case) -> None:
+def test_the_rule_follows_torch_with_every_option(case: Case) -> None:
     assert largest_error(case) < 1e-12
 
 
 @pytest.mark.parametrize("cls", sorted(DIFFERENTIABLE, key=str), ids=lambda c: c.__name__)
-def test_differentiable(cls: type[optim.Optimizer]) -> None:
+def test_the_rule_follows_differentiable_optimizers(cls: type[optim.Optimizer]) -> None:
     # Adam and NAdam then do their scalar arithmetic in float32, and so does the rule
     assert largest_error(Case(cls, {"differentiable": True, "foreach": False})) < 1e-7
 
@@ -54,24 +54,24 @@ def test_differentiable(cls: type[optim.Optimizer]) -> None:
     ],
     ids=["float64", "one-element", "float32"],
 )
-def test_tensor_learning_rate(
+def test_the_rule_follows_a_tensor_learning_rate(
     cls: type[optim.Optimizer], lr: torch.Tensor, tolerance: float
 ) -> None:
     assert largest_error(Case(cls, {"lr": lr, "foreach": False})) < tolerance
 
 
 @pytest.mark.parametrize("case", [*OPTIONS, *MUON], ids=str)
-def test_float32(case: Case) -> None:
+def test_the_rule_follows_torch_in_float32(case: Case) -> None:
     assert largest_error(case, dtype=torch.float32) < 2e-4
 
 
-def test_tensor_betas() -> None:
+def test_the_rule_follows_tensor_betas() -> None:
     betas = (torch.tensor(0.9, dtype=torch.float64), torch.tensor(0.99, dtype=torch.float64))
     assert largest_error(Case(optim.Adam, {"betas": betas, "foreach": False})) < 1e-12
 
 
 @pytest.mark.parametrize("case", MUON, ids=str)
-def test_muon(case: Case) -> None:
+def test_the_rule_of_muon_follows_torch(case: Case) -> None:
     assert largest_error(case) < 1e-12
 
 

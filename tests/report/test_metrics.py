@@ -10,7 +10,7 @@ from inrun.report import metrics
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("ties", [False, True])
-def test_against_scipy_and_sklearn(seed, ties):
+def test_metrics_agree_with_scipy_and_sklearn(seed, ties):
     stats = pytest.importorskip("scipy.stats")
     sklearn = pytest.importorskip("sklearn.metrics")
     rng = np.random.default_rng(seed)
@@ -25,7 +25,7 @@ def test_against_scipy_and_sklearn(seed, ties):
     np.testing.assert_array_equal(metrics.ranks(a), stats.rankdata(a))
 
 
-def test_at_k():
+def test_precision_and_overlap_count_the_first_k():
     scores, bad = [5, 1, 4, 3], [True, False, False, True]
     assert metrics.precision_at_k(scores, bad, 1) == 1
     assert metrics.precision_at_k(scores, bad, 2) == 0.5
@@ -33,7 +33,7 @@ def test_at_k():
     assert metrics.bottom_overlap([1, 2, 3, 4], [2, 1, 3, 4], 2) == 1
 
 
-def test_refusals():
+def test_metrics_refuse_bad_input():
     with pytest.raises(ValueError, match="one positive and one negative"):
         metrics.auroc([1, 2], [1, 1])
     with pytest.raises(ValueError, match="between 1 and the number of examples"):

@@ -80,7 +80,7 @@ def test_hostile_strings_stay_in_the_data(hostile_report):
     assert "https://" not in page and "@import" not in page
 
 
-def test_embed_is_inert():
+def test_embedded_data_cannot_end_the_script():
     text = embed({"a": "<>&\u2028\u2029</script>"})
     assert not set("<>&\u2028\u2029") & set(text)
     assert json.loads(text) == {"a": "<>&\u2028\u2029</script>"}
@@ -105,7 +105,7 @@ def test_payload_says_what_the_tables_say(tmp_path):
     assert sgd["columns"]["value"] != data["columns"]["value"]
 
 
-def test_groups_and_heat(tmp_path):
+def test_the_heat_map_has_the_mean_of_each_group(tmp_path):
     run = make_run(tmp_path / "run", targets=("a", "b", "c"))
     data = payload(run, make_examples(tmp_path / "examples.jsonl"))
     assert [h["by"] for h in data["heat"]] == ["group", "label"]
@@ -120,7 +120,7 @@ def test_groups_and_heat(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["empty", "unscored", "one", "huge ids"])
-def test_small_and_odd_runs(tmp_path, case):
+def test_reports_of_small_and_odd_runs_are_written(tmp_path, case):
     store = Store.create(tmp_path / "run", {}, ["a"], ["secant"])
     if case == "unscored":
         store.append(StepEntry(0, np.array([1, 2]), None, 0.1))
@@ -206,7 +206,7 @@ def wait(condition):
     raise AssertionError("nothing happened")
 
 
-def test_opens_and_shows(page):
+def test_the_page_shows_cards_charts_and_tables(page):
     assert page.find_element("id", "title").text == "run"
     assert len(page.find_elements("css selector", ".card")) == 6
     assert len(page.find_elements("css selector", ".chart svg")) == 3
@@ -216,7 +216,7 @@ def test_opens_and_shows(page):
     assert page.execute_script(width)
 
 
-def test_sort(page):
+def test_a_click_on_a_column_sorts(page):
     head = page.find_element("css selector", "#examples-table th[data-key=value]")
     head.find_element("tag name", "button").click()
     assert head.get_attribute("aria-sort") == "descending"
@@ -228,7 +228,7 @@ def test_sort(page):
     assert first == sorted(first)
 
 
-def test_search(page):
+def test_the_search_filters_rows(page):
     search = page.find_element("css selector", "#examples-table input")
     search.send_keys("NUMBER 33")
     wait(lambda: [r[2] for r in rows(page)] == ["ex-33"])
@@ -239,7 +239,7 @@ def test_search(page):
     wait(lambda: rows(page) == [["Nothing matches."]])
 
 
-def test_pages(page):
+def test_paging_reaches_every_row(page):
     status = page.find_element("css selector", "#examples-table .pager [role=status]")
     assert status.text == "1–10 of 60"
     seen = {r[2] for r in rows(page)}
@@ -251,7 +251,7 @@ def test_pages(page):
     assert status.text == "51–60 of 60" and forward.get_attribute("disabled") and len(seen) == 60
 
 
-def test_theme_and_keyboard(page):
+def test_the_theme_is_kept_and_the_keyboard_works(page):
     def colour():
         return page.execute_script("return getComputedStyle(document.body).backgroundColor")
 
@@ -287,7 +287,7 @@ def test_hostile_strings_do_not_execute(page):
     assert "Content Security Policy" in page.get_log("browser")[0]["message"]
 
 
-def test_narrow_screen(page):
+def test_the_page_fits_a_narrow_screen(page):
     page.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
         {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True},

@@ -36,7 +36,7 @@ def write(kind, path):
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 @pytest.mark.parametrize("ids", [[1, 3, 99], ["1", "3", "99"]])
-def test_tables(tmp_path, kind, ids):
+def test_examples_are_read_from_every_kind_of_table(tmp_path, kind, ids):
     found = load_examples(write(kind, tmp_path / f"e.{kind}"), ids, show=ids[:1])
     assert found["id"].tolist() == ids[:2]
     assert found["text"].tolist() == ["one", None]  # only what is shown
@@ -68,7 +68,7 @@ def decode(uri):
     return raw[:, 1:].reshape(height, width, {0: 1, 2: 3, 6: 4}[colour]).squeeze()
 
 
-def test_images(tmp_path):
+def test_images_are_read_and_shown_as_they_are(tmp_path):
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (4, 8, 8), dtype=np.uint8)
     np.savez(tmp_path / "e.npz", images=images, labels=np.arange(4))
@@ -83,7 +83,7 @@ def test_images(tmp_path):
         thumbnail(np.zeros((2, 3, 4, 5)))
 
 
-def test_refusals(tmp_path):
+def test_unreadable_examples_are_refused(tmp_path):
     file = write("csv", tmp_path / "e.csv")
     with pytest.raises(LedgerError, match=r"the run has 7, 8, the file '3', '1', '2'"):
         load_examples(file, [7, 8])
@@ -98,7 +98,7 @@ def test_refusals(tmp_path):
         load_examples(tmp_path / "l.jsonl", [0])
 
 
-def test_hugging_face(tmp_path):
+def test_examples_of_a_hugging_face_dataset_are_read(tmp_path):
     try:
         import datasets
     except ImportError:

@@ -7,7 +7,7 @@ from inrun.run.bookkeeping import modules_of
 from inrun.tensors.autocast import as_it_was, current, no_autocast
 
 
-def test_modules_in_their_order():
+def test_modules_come_in_their_order():
     shared = nn.Linear(2, 2)
     inner = nn.Sequential(shared, nn.ReLU())
     model = nn.Sequential(inner, shared, nn.ModuleDict({"a": inner, "b": nn.Tanh()}))

@@ -58,7 +58,7 @@ def train(folder: Path, slow: bool, at_work) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if slow:
-            run._settled().flush()  # be killed with more on disk than the checkpoint knows
+            run.state_dict()  # flushes: be killed with more on disk than the checkpoint knows
             at_work.send(step)
         if step % EVERY == EVERY - 1:
             draft = file.with_suffix(".new")

@@ -69,7 +69,7 @@ def test_the_line_says_what_the_tables_say():
     assert text in run._repr_html_()
 
 
-def test_the_line_of_runs_that_have_little_to_say():
+def test_the_line_leaves_out_what_was_not_recorded():
     assert repr(watched(steps=0)) == "<inrun: nothing recorded yet>"
     assert "explained" not in repr(watched(audit_every=0))
 
@@ -86,7 +86,7 @@ def test_going_back_to_a_checkpoint_starts_the_tally_again():
     run.close()
 
 
-def test_lines_in_a_file_and_in_a_terminal(capsys):
+def test_lines_end_in_a_file_and_are_overwritten_in_a_terminal(capsys):
     run = watched(every=5)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" · ")[0] for line in lines] == ["step 4", "step 9", "step 11"]
@@ -99,7 +99,7 @@ def test_lines_in_a_file_and_in_a_terminal(capsys):
     assert terminal.getvalue() == "\ra long line\rshort      \n"
 
 
-def test_a_writer_of_ones_own():
+def test_a_writer_of_ones_own_is_called():
     writer = Recorder()
     run = watched(every=6, tensorboard=writer, lowest=2)
     assert writer.closed == 1
@@ -111,7 +111,7 @@ def test_a_writer_of_ones_own():
     assert value[-1][1] == pytest.approx(lowest["value"].iloc[0])
 
 
-def test_tensorboard_files(tmp_path):
+def test_tensorboard_files_hold_the_numbers(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = watched(every=4, tensorboard=tmp_path / "tb")
     events = accumulator.EventAccumulator(str(tmp_path / "tb")).Reload()

@@ -14,6 +14,7 @@ import inrun
 from helpers.loops import MODELS, Dropped, next_token
 from helpers.zoo import GPT, ZOO, V
 from inrun.exact import reference
+from inrun.scoring.clipping import ClippingWatch
 
 B, LENGTH = 6, 5
 
@@ -262,9 +263,9 @@ def test_clipped_values_add_up_and_agree_with_the_clipped_utility(loop, capsys):
 
 
 @pytest.mark.parametrize("max_norm", [0.05, 0.5])
-def test_the_part_across_the_gradient_counts_more_than_a_fixed_coefficient(max_norm):
+def test_the_part_across_the_gradient_counts_more_than_a_fixed_coefficient(max_norm, monkeypatch):
     """Clipping by norm: the factor for the part across G against one factor for everything."""
-    errors = {}
+    errors, recognise = {}, ClippingWatch.recognise
     for spread in (True, False):
         torch.manual_seed(0)
         model = GPT()
@@ -275,8 +276,9 @@ def test_the_part_across_the_gradient_counts_more_than_a_fixed_coefficient(max_n
             form="ghost",  # where the energy of the examples is an estimate
         )  # fmt: skip
         if not spread:
-            recognise = run._scorer._clipping.recognise
-            run._scorer._clipping.recognise = lambda *a, f=recognise: replace(f(*a), norm=None)
+            monkeypatch.setattr(
+                ClippingWatch, "recognise", lambda *a: replace(recognise(*a), norm=None)
+            )
         errors[spread] = []
         for step in range(40):
             rows = rows_for(step)
@@ -317,7 +319,7 @@ def _clipped_step(model, optimizer, run, rows, max_norm):
     return truth, last[last["step"] == run.step - 1]["value"].to_numpy()
 
 
-def test_grad_scaler_skips_leave_no_trace():
+def test_steps_that_grad_scaler_skips_leave_no_trace():
     """float16 training on the CPU: an overflowing batch is skipped and credited nothing."""
     torch.set_default_dtype(torch.float32)
     model = GPT()
@@ -374,7 +376,29 @@ def test_fused_optimizers_receive_scaled_gradients():
     assert np.allclose(values[1.0], values[1024.0], rtol=1e-9)
 
 
-def test_a_model_compiled_after_watching():
+def test_the_default_device_does_not_matter():
+    """Users set it to "cuda". Here "meta", where whatever is made by default has no numbers."""
+    first, second = GPT(), GPT()
+    second.load_state_dict(first.state_dict())
+    runs = []
+    for model, device in ((first, "cpu"), (second, "meta")):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        run = inrun.watch(model, optimizer, validation=[VALIDATION], loss=next_token, audit_every=2)
+        for step in range(3):
+            rows = rows_for(step)
+            ids = DATA[rows]
+            with torch.device(device):
+                with run.batch(rows):
+                    next_token(model, ids).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        runs.append(run)
+    assert runs[1].steps()["void"].isna().all()
+    assert runs[0].history().equals(runs[1].history())
+    assert runs[0].steps().equals(runs[1].steps())
+
+
+def test_a_model_compiled_after_watching_has_the_same_values():
     first = GPT()
     eager, _, _ = train(plain, copy.deepcopy(first), True)
     model = copy.deepcopy(first)
@@ -399,7 +423,7 @@ def test_compiled_models_give_the_values_of_eager_ones():
             assert torch.allclose(v, same[k.replace("grad ", "grad _orig_mod.")], rtol=1e-9)
 
 
-def test_models_whose_forward_returns_the_loss():
+def test_models_whose_forward_returns_the_loss_are_watched():
     problem = ZOO["gpt2"]()
     model, optimizer = problem.model, torch.optim.AdamW(problem.model.parameters(), lr=1e-3)
     run = inrun.watch(model, optimizer, validation=[problem.batch], audit_every=1)
@@ -413,7 +437,7 @@ def test_models_whose_forward_returns_the_loss():
 
 
 @pytest.mark.filterwarnings("ignore:the loss inside run.batch also trains")
-def test_parameter_groups_schedulers_and_frozen_parameters():
+def test_values_add_up_with_parameter_groups_schedulers_and_frozen_parameters():
     model = GPT()
     model.norm.requires_grad_(False)
     inside = [p for k, p in model.named_parameters() if p.requires_grad and "position" not in k]
@@ -467,7 +491,7 @@ def test_values_add_up_for_every_optimizer(name):
 def test_muon_says_what_its_secant_missed():
     """The first step ignores the gradient's size; later the path integral is complete."""
     model = GPT()
-    matrices = [p for k, p in model.named_parameters() if p.ndim == 2 and "layers" in k]
+    matrices = [p for k, p in model.named_parameters() if p.ndim == 2 and "blocks" in k]
     optimizer = torch.optim.Muon(matrices, lr=1e-3)
     run = inrun.watch(model, optimizer, validation=[VALIDATION], loss=next_token, audit_every=1)
     for step in range(8):
@@ -481,7 +505,7 @@ def test_muon_says_what_its_secant_missed():
     assert (steps["residual"].abs() <= 0.1 * scale)[good].all(), steps
 
 
-def test_an_optimizer_of_ones_own():
+def test_values_add_up_for_an_optimizer_of_ones_own():
     class Lion(torch.optim.Optimizer):
         def __init__(self, params, lr=1e-4, betas=(0.9, 0.99)):
             super().__init__(params, {"lr": lr, "betas": betas})

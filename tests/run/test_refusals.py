@@ -140,7 +140,7 @@ def test_a_scheduler_is_no_optimizer():
         watch(model, scheduler)
 
 
-def test_arguments_in_the_wrong_place():
+def test_arguments_in_the_wrong_place_are_refused():
     model, optimizer = parts()
     for first, second, message in (
         (optimizer, model, "the optimizer first"),
@@ -177,7 +177,7 @@ def test_points_of_their_own_are_different_estimators():
         assert [e.point for e in run.estimators] == ["midpoint", "gauss2"]
 
 
-def test_targets_that_are_no_dictionary():
+def test_targets_that_are_no_dictionary_are_refused():
     with pytest.raises(inrun.ValidationError, match="name → validation data, not a list"):
         inrun.watch(*parts(), targets=[(X, Y)], loss=loss)
 

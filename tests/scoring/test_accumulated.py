@@ -81,7 +81,7 @@ def clipped_from(start, norm=0.05):
 
 
 @pytest.mark.parametrize("start", [0, 1, 5])
-def test_clipping_by_norm_first_seen_late(start):
+def test_clipping_by_norm_that_begins_late_gives_the_values_of_a_told_clip(start):
     """Values with the clip told beforehand are those where it is found out."""
     run, _ = trained(deep(), clipped_from(start))
     assert right_or_void(run) == []
@@ -99,7 +99,7 @@ def by_value(model, step):
         nn.utils.clip_grad_value_(model.parameters(), 0.01)
 
 
-def test_clipping_by_value_from_step_5_on():
+def test_clipping_by_value_that_begins_late_voids_at_most_one_step():
     """No single factor: the first such step cannot be undone from a sample of the gradient."""
     run, _ = trained(deep(), by_value)
     void = right_or_void(run, rtol=0.05)
@@ -205,7 +205,7 @@ def test_unscaling_is_seen_though_counters_stay():
     assert len(said) == 1 and "step 5" in said[0] and "void" in said[0]
 
 
-def test_unscaling_with_a_loss_scale_from_the_start():
+def test_unscaling_from_the_start_gives_the_values_of_an_unscaled_loss():
     first = deep()
 
     def unscale(model, step):
@@ -219,7 +219,7 @@ def test_unscaling_with_a_loss_scale_from_the_start():
 
 
 @pytest.mark.parametrize("to_none", [True, False])
-def test_gradients_that_stay_where_they_are(to_none):
+def test_values_do_not_depend_on_how_gradients_are_set_to_zero(to_none):
     first = deep()
     run, said = trained(first, nothing, zero=lambda o: o.zero_grad(set_to_none=to_none))
     plain, _ = trained(first, nothing)
@@ -227,7 +227,7 @@ def test_gradients_that_stay_where_they_are(to_none):
     assert np.allclose(run.history()["value"], plain.history()["value"], rtol=1e-9)
 
 
-def test_clipping_late_with_gradients_that_stay():
+def test_late_clipping_with_gradients_zeroed_in_place_voids_one_step():
     first = deep()
     run, _ = trained(first, clipped_from(5), zero=lambda o: o.zero_grad(set_to_none=False), audit=0)
     plain, _ = trained(first, clipped_from(5), audit=0)
@@ -235,7 +235,7 @@ def test_clipping_late_with_gradients_that_stay():
     assert np.allclose(run.history()["value"], plain.history()["value"], rtol=1e-9)
 
 
-def test_clipping_that_comes_and_goes():
+def test_clipping_in_some_steps_only_gives_exact_values():
     def change(model, step):
         if step in (2, 5):
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
@@ -277,7 +277,7 @@ def quiet():
     return kept
 
 
-def test_copies_of_all_until_steps_were_quiet():
+def test_gradients_are_copied_completely_in_the_first_steps():
     kept, params = Accumulated(), gradients()
     kept.note(params)
     before = {k: p.grad.clone() for k, p in params.items()}
@@ -313,7 +313,7 @@ def test_a_change_that_torch_counts_raises_the_flag_without_looking():
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_gradient_that_was_not_noted(whole):
+def test_a_gradient_that_appears_after_the_batch_counts_as_changed(whole):
     kept, params = Accumulated() if whole else quiet(), gradients(seed=1)
     late = params["p0"].grad
     params["p0"].grad = None
@@ -323,7 +323,7 @@ def test_a_gradient_that_was_not_noted(whole):
     assert found.changed and not found.G["p0"].any() if whole else bool(found.flags[CHANGED])
 
 
-def test_a_gradient_that_is_gone():
+def test_a_gradient_set_to_none_is_left_out_and_is_no_change():
     kept, params = Accumulated(), gradients(seed=1)
     kept.note(params)
     params["p0"].grad = None
@@ -333,7 +333,7 @@ def test_a_gradient_that_is_gone():
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("between", ["nothing", "added", "behind the counters"])
-def test_gradients_between_batches(whole, between):
+def test_a_gradient_changed_between_two_batches_raises_the_flag(whole, between):
     kept, params = Accumulated() if whole else quiet(), gradients(seed=1)
     kept.note(params)
     for p in params.values():
@@ -349,7 +349,7 @@ def test_gradients_between_batches(whole, between):
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_gradients_before_the_first_batch(whole):
+def test_a_gradient_before_the_first_batch_raises_the_flag_unless_zero(whole):
     for zero in (True, False):
         kept, params = Accumulated() if whole else quiet(), gradients(seed=1)
         for p in params.values() if zero else ():
@@ -451,7 +451,7 @@ def test_host_memory_is_the_same_in_every_step():
         assert found.data_ptr() == blocks._scratch.data_ptr()
 
 
-def test_a_step_without_memory_to_keep_is_a_step(monkeypatch):
+def test_gradients_are_formed_without_reused_memory_if_there_is_too_little(monkeypatch):
     """Where the system refuses so much at once, gradients are formed as before."""
     from inrun.gradients.blocks import Blocks
 

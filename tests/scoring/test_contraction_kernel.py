@@ -110,6 +110,7 @@ def main():
         found[f"contract {name}"] = contracted(*case)
     for name, (B, Q, K, G) in PLAIN.items():
         found[f"plain {name}"] = contracted(B, Q, "float32", "dense", K, G)
+    found["other default device"] = other_default_device()
     found["whole contraction"] = whole_contraction()
     tensors = [torch.zeros(s) for s in SHAPES]
     places = kernels.alike(tensors, torch.bfloat16)
@@ -125,7 +126,7 @@ def errors():
 
 
 @pytest.mark.parametrize("name", CONTRACTS)
-def test_contract(errors, name):
+def test_the_contraction_kernel_gives_the_inner_products(errors, name):
     _, Q, dtype, _ = CONTRACTS[name]
     if dtype == "bfloat16" and Q > 1 and DEVICE == "cpu":
         pytest.skip("the interpreter multiplies the bits of bfloat16 matrices, not their numbers")
@@ -134,7 +135,7 @@ def test_contract(errors, name):
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_contract_without_factors_or_gradients(errors, name):
+def test_the_contraction_kernel_works_without_factors_or_gradients(errors, name):
     assert errors[f"plain {name}"]["values"] < 1e-5
 
 
@@ -142,7 +143,11 @@ def test_kernels_and_plain_code_agree_on_any_memory(errors):
     assert errors["whole contraction"]["values"] < 1e-5
 
 
-def test_memory_in_one_piece(errors):
+def test_the_default_device_does_not_matter(errors):
+    assert errors["other default device"]["values"] == 0.0
+
+
+def test_tensors_made_in_one_piece_of_memory_are_aligned(errors):
     assert errors["alike"]["shapes"] == 0.0
 
 

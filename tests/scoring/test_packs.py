@@ -55,7 +55,7 @@ def moved(cls: type[optim.Optimizer], options: dict[str, object], steps: int) ->
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @torch.no_grad()
-def test_packs_change_nothing(name, steps, kind, monkeypatch):
+def test_parameters_computed_together_give_what_each_gives_alone(name, steps, kind, monkeypatch):
     every = moved(*OPTIMIZERS[name], steps)
     found = []
     for piece in (2**18, 1):

@@ -39,7 +39,7 @@ def alike(x, y):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_there_and_back(name):
+def test_arguments_are_the_same_after_flattening_and_back(name):
     args, kwargs = CALLS[name]
     leaves, spec = flatten(args, kwargs)
     again = spec.unflatten(leaves)

@@ -156,7 +156,7 @@ def test_rows_that_move_before_the_first_parameter_of_the_model_are_refused():
 
 
 @pytest.mark.parametrize("name", ["flip", "index", "stack-rows", "index-select"])
-def test_what_the_loop_does_to_its_data_is_its_own_business(name):
+def test_the_loop_may_reorder_its_data(name):
     """ids[k] is row k of what the model receives."""
     x, y = torch.randn(B, 5), torch.randn(B, 3)
     model = nn.Linear(5, 3)
@@ -216,7 +216,7 @@ def truth(model, batch):
 
 @pytest.mark.parametrize("model", [States, Experts])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_stacks_as_long_as_the_batch(model, dim):
+def test_stacks_as_long_as_the_batch_keep_their_examples(model, dim):
     x = torch.randn(B, B, 6) if model is States else torch.randn(B, 6)
     y = torch.randn(B, B, 3) if model is States else torch.randn(B, 3)
     net = model(dim)
@@ -224,7 +224,7 @@ def test_stacks_as_long_as_the_batch(model, dim):
     assert np.allclose(step(net, mse, (x, y)), expected, rtol=1e-9, atol=1e-12)
 
 
-def test_index_tensors_with_a_slice_between_them():
+def test_index_tensors_with_a_slice_between_them_are_refused():
     batch = torch.randn(B, 4, 4, 4, 5), torch.randn(B, 4, 3)
     with pytest.raises(inrun.CaptureError, match="cannot be told apart"):
         step(Separated(), mse, batch)
@@ -263,7 +263,7 @@ def test_a_shared_input_in_chunks_is_refused():
         step(Memory(), mse, batch, chunk=2)
 
 
-def test_what_comes_before_the_batch_does_not_count():
+def test_a_first_input_of_another_length_is_not_taken_for_the_batch():
     """A tensor of another length is the first argument."""
 
     class Weighted(nn.Module):
@@ -433,7 +433,7 @@ def test_check_does_not_vouch_for_what_it_cannot_repeat(monkeypatch, capsys):
     assert "not measured" in str(check)
 
 
-def test_check_with_a_loss_beside_what_the_model_returned(capsys):
+def test_check_does_not_vouch_for_a_loss_beside_the_models_output(capsys):
     batch = torch.randn(B, 6), torch.randn(B, 3)
     model = Hidden(lambda h: h)
 

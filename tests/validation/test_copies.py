@@ -142,7 +142,7 @@ def test_every_pass_sees_the_original(how, Q):
 
 
 @pytest.mark.parametrize("kind", BATCHES)
-def test_in_every_container(kind):
+def test_batches_in_every_container_are_copied(kind):
     assert len(trained(WRITES["in place"], BATCHES[kind]).history()) == 18
 
 
@@ -159,7 +159,7 @@ def test_a_layer_that_writes_to_its_input():
     assert torch.equal(batch[0], X[:6])
 
 
-def test_copies():
+def test_copies_keep_what_is_shared_and_what_is_no_tensor():
     x = torch.ones(2, requires_grad=True)
     shared = [x.detach(), 1]
     batch = {"x": x, "a": shared, "b": shared, "same": x, "f": len, "m": nn.Linear(1, 1)}

@@ -29,7 +29,7 @@ def test_a_loss_that_refers_to_nothing_but_modules_and_functions():
     assert read is not None and read() == ()
 
 
-def test_the_default_loss():
+def test_the_default_loss_can_be_recorded():
     read = referred(model_loss)
     assert read is not None and read() is not None
 
@@ -94,22 +94,22 @@ class Weighted:
     [torch.ones(2), [1.0], {"a": 1}, Weighted(), (1, 2), {1}, torch.optim.SGD],
     ids=lambda x: getattr(x, "__name__", type(x).__name__),
 )
-def test_what_is_held_in_a_closure(held):
+def test_mutable_objects_in_a_closure_prevent_recording(held):
     """Things whose inside may change unseen are not followed; a class is as fixed as a module."""
     assert (referred(with_closure(held)) is not None) == isinstance(held, type)
 
 
-def test_modules_and_functions_in_the_closure():
+def test_modules_and_functions_in_the_closure_allow_recording():
     for held in (nn.Linear(2, 2), F.cross_entropy, torch.relu, F):
         assert referred(with_closure(held)) is not None
 
 
-def test_global_tensors_and_dictionaries():
+def test_global_tensors_and_dictionaries_prevent_recording():
     assert referred(lambda model, batch: plain(model, batch) * TABLE.sum()) is None
     assert referred(lambda model, batch: plain(model, batch) * SETTINGS["weight"]) is None
 
 
-def test_defaults():
+def test_defaults_allow_recording_unless_they_are_mutable():
     def loss(model, batch, weight=2.0, *, other=None):
         return weight * plain(model, batch)
 
@@ -121,14 +121,14 @@ def test_defaults():
     assert referred(held) is None
 
 
-def test_methods_partials_and_callable_objects():
+def test_methods_partials_and_callable_objects_prevent_recording():
     assert referred(Weighted().loss) is None
     assert referred(Weighted()) is None
     assert referred(functools.partial(plain, batch=1)) is None
     assert referred(nn.CrossEntropyLoss()) is None
 
 
-def test_an_inner_function_that_refers_to_something():
+def test_settings_read_by_an_inner_function_prevent_recording():
     """The number is not in the loss's own names but in those of a function inside it."""
 
     def loss(model, batch):
@@ -169,7 +169,7 @@ def test_a_class_whose_attribute_is_read():
             Weighted.weight = 1.0
 
 
-def test_a_cell_that_is_still_empty():
+def test_an_empty_closure_cell_raises_nothing():
     def make():
         def loss(model, batch):
             return plain(model, batch) * late
@@ -181,7 +181,7 @@ def test_a_cell_that_is_still_empty():
     make()  # does not raise
 
 
-def test_attributes_of_modules():
+def test_changed_attributes_of_modules_are_noticed():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -206,14 +206,14 @@ def test_attributes_of_modules():
     assert attributes(modules) == first
 
 
-def test_attributes_that_change_places():
+def test_equal_attributes_of_different_types_are_told_apart():
     """1 and True, 0 and False, 1.0 are equal in Python but not to a model."""
     a, b = nn.Identity(), nn.Identity()
     a.x, b.x = 1, True
     assert attributes([a]) != attributes([b])
 
 
-def test_two_attributes_swapped():
+def test_swapped_attributes_are_noticed():
     a = nn.Identity()
     a.x, a.y = 1, 2
     before = attributes([a])
@@ -221,7 +221,7 @@ def test_two_attributes_swapped():
     assert attributes([a]) != before
 
 
-def test_settings_kept_in_a_container_of_a_module():
+def test_changed_containers_of_a_module_are_noticed():
     a = nn.Identity()
     a.sizes = (1, 2)
     before = attributes([a])
@@ -245,7 +245,7 @@ def test_tensors_of_a_module_are_never_read():
     assert attributes([a]) != before
 
 
-def test_attributes_that_are_easily_mistaken():
+def test_attributes_with_equal_hashes_are_told_apart():
     class Mode(enum.Enum):
         A, B = 1, 2
 
@@ -417,7 +417,7 @@ def test_a_trial_uses_up_no_random_numbers():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("estimator", ["secant", "sgd"])
 @pytest.mark.parametrize("kind", ["usual", "waits", "elsewhere"])
-def test_a_loop_that_still_holds_its_loss(estimator, kind, monkeypatch):
+def test_a_loop_may_hold_on_to_its_loss_while_a_pass_is_recorded(estimator, kind, monkeypatch):
     """Its graph keeps nodes alive that belong to another stream than the recording's."""
 
     def run_of(model, before):
@@ -459,7 +459,7 @@ def test_a_loop_that_still_holds_its_loss(estimator, kind, monkeypatch):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("change", ["nothing", "dropout", "number", "shape", "weights"])
-def test_a_replay_is_the_pass(change):
+def test_a_replay_gives_what_the_pass_gives(change):
     """The same run on a GPU, where passes are replayed, and on the CPU, where they are not."""
     weight = 1.0
 

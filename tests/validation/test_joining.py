@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
+from helpers.inside import are_joined
 from inrun.validation import joining
 
 X = torch.randn(90, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -101,19 +102,19 @@ def by_class():
     ("loss", "joinable"),
     [(plain, True), (smoothed, True), (weighted, False), (weighted_and_smoothed, False)],
 )
-def test_losses_with_weights_of_classes_and_a_head_of_zeros(loss, joinable):
+def test_class_weights_are_noticed_though_a_head_of_zeros_hides_them(loss, joinable):
     targets = by_class()
     if joinable:
         run = trained(Zero, (X, Y), loss, targets)
     else:
         with pytest.warns(UserWarning, match=REFUSED):
             run = trained(Zero, (X, Y), loss, targets)
-    assert run._validator._joining.verified == joinable
+    assert are_joined(run) == joinable
     assert_as_alone(run, Zero, (X, Y), loss, targets)
 
 
 @pytest.mark.parametrize("loss", [next_token, per_valid_token])
-def test_padding_that_begins_later(loss):
+def test_padding_that_begins_later_is_noticed(loss):
     """The first sets are joined, and a set with padding is measured before it is."""
     targets = {}
     for q in range(3):
@@ -125,11 +126,11 @@ def test_padding_that_begins_later(loss):
     assert_as_alone(run, Words, TOKENS, loss, targets)
     early = {k: b[:2] for k, b in targets.items()}
     run = trained(Words, TOKENS, loss, early)
-    assert run._validator._joining.verified and run._validator._joint is not None
+    assert are_joined(run)
     assert_as_alone(run, Words, TOKENS, loss, early)
 
 
-def test_weights_that_change_during_the_run():
+def test_class_weights_that_change_during_the_run_are_noticed():
     """Joinable while they are equal; the tensor, or the number, is part of what is measured."""
     weight = torch.ones(3)
 
@@ -149,7 +150,7 @@ def test_weights_that_change_during_the_run():
                 optimizer.step()
                 optimizer.zero_grad()
                 if t == 1:
-                    assert len(targets) == 1 or run._validator._joint is not None
+                    assert len(targets) == 1 or are_joined(run)
                     weight.copy_(WEIGHT)
         return run
 
@@ -162,7 +163,7 @@ def test_weights_that_change_during_the_run():
 
 
 @pytest.mark.parametrize("where", ["attribute", "buffer", "criterion", "closure"])
-def test_other_things_that_a_loss_depends_on(where):
+def test_other_settings_of_a_loss_that_change_are_noticed(where):
     class Weighing(Zero):
         def __init__(self):
             super().__init__()
@@ -192,7 +193,7 @@ def test_other_things_that_a_loss_depends_on(where):
                 loss(model, (X[:6], Y[:6])).backward()
             optimizer.step()
             optimizer.zero_grad()
-            return run._validator._joint is not None
+            return are_joined(run)
 
         assert step() and step()
         if where == "attribute":
@@ -220,12 +221,12 @@ def test_sets_that_do_not_come_back_are_not_measured_for_ever(monkeypatch):
         for q in range(2)
     }
     run = trained(Zero, (X, Y), plain, targets, steps=12)
-    assert len(measured) == 3 and run._validator._joint is None
+    assert len(measured) == 3 and not are_joined(run)
     assert_as_alone(run, Zero, (X, Y), plain, targets, steps=12)
     measured.clear()
     run = trained(Zero, (X, Y), plain, targets, steps=15)
     assert len(measured) == 3, "those that came back are joined"
-    assert run._validator._joint is not None
+    assert are_joined(run)
 
 
 class RowsMeet(nn.Module):
@@ -241,7 +242,7 @@ class RowsMeet(nn.Module):
         return self.head(h if self.training else h - h.flatten(1).mean(0, keepdim=True))
 
 
-def test_rows_that_reach_each_other():
+def test_rows_that_depend_on_each_other_are_not_joined():
     targets = by_class()
     with pytest.warns(UserWarning, match=REFUSED):
         run = trained(RowsMeet, (X, Y), plain, targets)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
+from helpers.inside import are_joined
 from helpers.zoo import GPT, ZOO, V
 from inrun.gradients.records import Lookup
 from inrun.scoring import contraction
@@ -89,9 +90,7 @@ def assert_as_apart(first, data, loss, targets, together=True, said=False, rtol=
     """One run with all targets against one run for each. ``said``: that they are not joined."""
     with refused() if said else nullcontext():
         run = trained(first, data, loss, targets, **options)
-    joining = run._validator._joining
-    used = run._validator._joint is not None and joining.verified
-    assert used == together
+    assert are_joined(run) == together
     for name, batches in targets.items():
         one = trained(first, data, loss, {name: batches}, **options)
         for estimator in options.get("estimator", ["secant"]):
@@ -115,48 +114,48 @@ def unequal(data):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_equal_numbers_of_rows(name):
+def test_targets_of_equal_size_share_a_pass(name):
     first, data, loss = MODELS[name]()
     assert_as_apart(first, data, loss, equal(data))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_unequal_numbers_of_rows(name):
+def test_targets_of_unequal_size_share_a_pass(name):
     first, data, loss = MODELS[name]()
     assert_as_apart(first, data, loss, unequal(data))
 
 
 @pytest.mark.parametrize("training", ["bitwise", "fast"])
 @pytest.mark.parametrize("form", ["ghost", "materialise"])
-def test_in_every_form(form, training):
+def test_targets_share_a_pass_in_every_form_and_training(form, training):
     first, data, loss = language()
     assert_as_apart(first, data, loss, unequal(data), form=form, training=training)
 
 
-def test_several_batches_per_step():
+def test_several_batches_per_step_share_a_pass():
     first, data, loss = language()
     assert_as_apart(first, data, loss, equal(data, batches=3), per_step=2)
 
 
-def test_several_batches_per_step_of_unequal_sizes():
+def test_several_batches_of_unequal_sizes_have_a_pass_per_target():
     """The mean of two means is not the mean over the rows."""
     first, data, loss = mlp()
     targets = {f"t{q}": [cut(data, 20, 2), cut(data, 25, 3 + q)] for q in range(2)}
     assert_as_apart(first, data, loss, targets, together=False, per_step=2)
 
 
-def test_estimators_and_points_side_by_side():
+def test_estimators_and_points_share_a_pass():
     first, data, loss = mlp()
     kinds = ["secant", "secant+gauss2", "tangent", "sgd"]
     assert_as_apart(first, data, loss, unequal(data), estimator=kinds)
 
 
-def test_gauss2():
+def test_two_points_share_a_pass():
     first, data, loss = language()
     assert_as_apart(first, data, loss, equal(data), point="gauss2")
 
 
-def test_gradient_accumulation():
+def test_targets_share_a_pass_while_gradients_accumulate():
     first, data, loss = language()
     assert_as_apart(first, data, loss, equal(data), parts=2)
 
@@ -168,7 +167,7 @@ def test_audits_verify_again():
 
 
 @pytest.mark.filterwarnings("ignore:the loss inside run.batch also trains")
-def test_an_optimizer_that_is_not_coordinate_wise():
+def test_targets_share_a_pass_with_muon():
     first, data, loss = language()
 
     def muon(model):
@@ -180,7 +179,7 @@ def test_an_optimizer_that_is_not_coordinate_wise():
 
 
 @pytest.mark.filterwarnings("ignore:the loss inside run.batch also trains")
-def test_parameters_outside_the_optimizer_and_frozen_ones():
+def test_unscored_parameters_do_not_hinder_a_shared_pass():
     first, data, loss = language()
     first.norm.requires_grad_(False)
 
@@ -248,7 +247,7 @@ def test_more_directions_of_a_made_tensor_than_fit_at_once(name, monkeypatch):
     assert_as_apart(first, data, loss, equal(data, Q=7, rows=1))
 
 
-def test_a_parameter_that_validation_does_not_use():
+def test_a_parameter_that_validation_does_not_use_has_no_part_in_values():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -261,7 +260,7 @@ def test_a_parameter_that_validation_does_not_use():
     assert_as_apart(Two(), (POINTS, LABELS), classes, unequal((POINTS, LABELS)))
 
 
-def test_gradient_clipping():
+def test_a_shared_pass_gives_the_values_of_clipped_gradients():
     first, data, loss = mlp()
 
     def loop(targets):
@@ -307,7 +306,7 @@ def spread(model, batch):
 
 @pytest.mark.parametrize("val_loss", [summed, contrastive, spread], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("make", [equal, unequal], ids=lambda f: f.__name__)
-def test_a_loss_that_is_no_mean_over_rows(val_loss, make):
+def test_a_loss_that_is_no_mean_over_rows_has_a_pass_per_target(val_loss, make):
     first, data, loss = mlp()
     if val_loss is spread and make is unequal:
         make = lambda d: {f"t{q}": [cut(d, 20 + 5 * q, n)] for q, n in enumerate((2, 4, 3))}  # noqa: E731
@@ -327,7 +326,7 @@ def labelled(model, batch):
 
 @pytest.mark.parametrize("kind", [torch.long, torch.bool, torch.float64], ids=str)
 @pytest.mark.parametrize("alike", [True, False])
-def test_a_mean_over_tokens_that_are_not_masked(kind, alike):
+def test_masked_means_prevent_a_shared_pass_where_their_masks_differ(kind, alike):
     first, data, loss = language()
     targets = {}
     for q in range(3):
@@ -340,7 +339,7 @@ def test_a_mean_over_tokens_that_are_not_masked(kind, alike):
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_ignored_labels(alike):
+def test_ignored_labels_prevent_a_shared_pass_where_their_numbers_differ(alike):
     first, data, loss = language()
     targets = {}
     for q in range(3):
@@ -363,7 +362,7 @@ def test_ignored_labels_of_rows(alike):
     assert_as_apart(first, (x, y), loss, targets, together=alike)
 
 
-def test_masks_that_differ_only_from_the_second_step_on():
+def test_masks_that_differ_from_the_second_step_on_are_noticed():
     """The first step verifies; what changes later must be seen too."""
     first, data, loss = language()
     targets = {}
@@ -382,7 +381,7 @@ def test_masks_that_differ_only_from_the_second_step_on():
         assert np.allclose(run.history()[name], one[column], rtol=1e-9, atol=1e-12), name
 
 
-def test_labels_of_rows_ignored_only_from_the_second_step_on():
+def test_labels_ignored_from_the_second_step_on_are_noticed():
     first, (x, y), loss = mlp()
     targets = {}
     for q in range(3):
@@ -401,7 +400,7 @@ def test_labels_of_rows_ignored_only_from_the_second_step_on():
         assert np.allclose(run.history()[name], one[column], rtol=1e-9, atol=1e-12), name
 
 
-def test_float_weights_of_rows_that_differ_only_from_the_second_step_on():
+def test_row_weights_that_differ_from_the_second_step_on_are_noticed():
     """A weighted mean: the joined loss is a mean only while the weights are alike."""
 
     def weighted(model, batch):
@@ -434,7 +433,7 @@ def test_a_loss_that_happens_to_be_the_mean_at_the_first_step():
     assert_as_apart(first, data, loss, equal(data, Q=2), together=False, said=True, val_loss=halves)
 
 
-def test_shapes_that_do_not_fit_together():
+def test_batches_of_different_shapes_have_a_pass_each():
     first, data, loss = language()
     targets = {"short": [data[20:22, :3]], "long": [data[24:26]]}
     assert_as_apart(first, data, loss, targets, together=False)
@@ -444,7 +443,7 @@ def weighted(model, batch):
     return classes(model, (batch["x"], batch["y"])) * batch["weight"]
 
 
-def test_batches_with_settings_of_their_own():
+def test_batches_with_different_settings_have_a_pass_each():
     first, (x, y), train_loss = mlp()
     targets = {
         f"t{q}": [{"x": x[20 + q : 22 + q], "y": y[20 + q : 22 + q], "weight": 1.0 + q}]
@@ -453,7 +452,7 @@ def test_batches_with_settings_of_their_own():
     assert_as_apart(first, (x, y), train_loss, targets, together=False, val_loss=weighted)
 
 
-def test_zero_dimensional_settings_of_their_own():
+def test_batches_with_different_zero_dimensional_tensors_have_a_pass_each():
     first, (x, y), train_loss = mlp()
     targets = {
         f"t{q}": [{"x": x[20 + q : 22 + q], "y": y[20 + q : 22 + q],
@@ -463,7 +462,7 @@ def test_zero_dimensional_settings_of_their_own():
     assert_as_apart(first, (x, y), train_loss, targets, together=False, val_loss=weighted)
 
 
-def test_zero_dimensional_settings_that_differ_only_from_the_second_step_on():
+def test_zero_dimensional_tensors_that_differ_later_are_noticed():
     first, (x, y), train_loss = mlp()
     targets = {
         f"t{q}": [{"x": x[20 + q : 22 + q], "y": y[20 + q : 22 + q],
@@ -477,7 +476,7 @@ def test_zero_dimensional_settings_that_differ_only_from_the_second_step_on():
         assert np.allclose(run.history()[name], one[column], rtol=1e-9, atol=1e-12), name
 
 
-def test_a_validation_pass_that_cannot_be_followed():
+def test_a_validation_pass_that_cannot_be_followed_has_a_pass_per_target():
     class Mixing(nn.Module):
         """Rows meet in evaluation mode only, so training can be followed and validation not."""
 
@@ -523,7 +522,7 @@ def test_nothing_of_the_training_is_touched():
             grads += [c for _, c in held]
             opt.zero_grad()
         if run is not None:
-            assert run._validator._joining.verified
+            assert are_joined(run)
             run.close()
         states = [torch.get_rng_state(), torch.tensor(random.getstate()[1])]
         states += [torch.tensor(np.random.get_state()[1].astype(np.int64))]
@@ -543,7 +542,7 @@ def test_hooks_of_the_pass_are_gone():
     assert all(p.requires_grad for p in run.model.parameters())
 
 
-def test_joining():
+def test_batches_are_joined_where_types_and_shapes_fit():
     joining = Joining(0)
 
     def sizes(drawn):
@@ -574,13 +573,13 @@ def test_every_target_is_measured_once():
 
     targets = {f"t{q}": [cut(data, q % 50, 1)] for q in range(70)}
     run = trained(first, data, loss, targets, steps=3, val_loss=counted)
-    assert run._validator._joining.verified
+    assert are_joined(run)
     assert calls.count(1) == 70 and calls.count(70) == 4, "then it is one pass for each step"
     one = trained(first, data, loss, {"t": targets["t37"]}, steps=3)
     assert np.allclose(run.history()["t37"], one.history()["value"], rtol=1e-9)
     with refused():
         run = trained(first, data, loss, targets, steps=1, val_loss=summed)
-    assert not run._validator._joining.allowed
+    assert not are_joined(run)
 
 
 def test_values_are_contracted_in_full_precision_under_autocast(monkeypatch):
@@ -672,7 +671,7 @@ def test_a_loss_that_is_not_finite_decides_nothing():
 
     run = trained(first, data, loss, equal(data), val_loss=at_first)
     assert run.steps()["void"].notna().tolist() == [True, False, False]
-    assert run._validator._joining.verified
+    assert are_joined(run)
 
 
 def test_estimators_at_one_point_share_the_gradients(monkeypatch):

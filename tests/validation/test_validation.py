@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import inrun
+from inrun.ledger.records import MemoryLedger
 from inrun.validation.targets import Batches
 
 
@@ -178,10 +179,10 @@ def test_resuming_gives_the_values_of_an_uninterrupted_run(tmp_path):
     assert second.steps().equals(whole.steps())
 
 
-def test_memory_does_not_grow():
+def test_memory_does_not_grow(monkeypatch):
     """Apart from the history, what lives after 150 steps is what lived after 50."""
-    run, step, _ = problem(audit_every=10)
-    run._ledger.append = lambda record: None
+    monkeypatch.setattr(MemoryLedger, "append", lambda ledger, record: None)
+    _, step, _ = problem(audit_every=10)
 
     def tensors():
         gc.collect()

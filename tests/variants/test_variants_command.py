@@ -34,7 +34,7 @@ def call(*args, code=0):
     return result
 
 
-def test_the_whole_way(texts, tmp_path):
+def test_the_command_asks_once_and_samples(texts, tmp_path):
     with ChatServer(fine) as server:
         ask = (texts, "--model", "m", "--base-url", server.url)
         text = " ".join(call(*ask).stdout.split())
@@ -50,7 +50,7 @@ def test_the_whole_way(texts, tmp_path):
     assert "paraphrase 0.2–0.8 12 12" in text
 
 
-def test_what_is_short_or_had_no_reply(texts):
+def test_sources_that_are_short_or_had_no_reply_are_listed(texts):
     def answer(text, request):
         if text == SOURCES[0].z_star:
             raise Status(400, "too [bold]long[/bold]")

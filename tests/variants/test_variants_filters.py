@@ -47,7 +47,7 @@ def test_prompt_is_filled_once():
     assert "Forbidden tokens:\n(none)\n" in user_prompt("It is so.", [], 3)
 
 
-def test_words():
+def test_words_are_split_and_compared_without_case():
     assert words("Shiva's SR-61 cost 1,200 or 3.5 µm; it’s SHIVA'S!") == (
         ["shiva", "sr", "61", "cost", "1,200", "or", "3.5", "μm", "it", "shiva"]
     )
@@ -56,7 +56,7 @@ def test_words():
     assert entropy("aaaa") == 0 and entropy("abcd") == 2
 
 
-def test_forbidden_tokens():
+def test_names_numbers_and_long_words_are_forbidden():
     found = forbidden_tokens(Z, CAPITALS)
     assert list(found.values()) == (
         ["13", "December", "2014", "submarine", "Arihant", "extensive", "Vizag"]
@@ -110,7 +110,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("category", "text", "reason"), CASES)
-def test_reasons(category, text, reason):
+def test_dropped_variants_have_a_reason(category, text, reason):
     sifted = sift(Z, {category: [text]}, forbidden_tokens(Z, CAPITALS))
     assert [d.reason for d in sifted.dropped] == [r for r in [reason] if r]
     assert sifted.kept[category] == ([] if reason else [text])
@@ -145,7 +145,7 @@ def test_selection_depends_on_the_seed_alone():
     assert sifted.missing(9) == dict.fromkeys(CATEGORIES[1:], 1)
 
 
-def test_windows():
+def test_similarity_windows_are_parsed():
     assert parse_windows([]) == WINDOWS
     assert parse_windows(["paraphrase=0.3:0.7"]) == {**WINDOWS, "paraphrase": (0.3, 0.7)}
     for text in ("paraphrase=0.7:0.3", "paraphrase=1", "paraphrase=a:b", "exact=0:1", "x"):

@@ -107,7 +107,7 @@ def test_bad_replies_are_asked_again(out, problem):
     assert len(rows(out.with_suffix(".cache.jsonl"))) == 12
 
 
-def test_other_shapes_of_a_reply():
+def test_replies_of_other_shapes_are_read_or_refused():
     from inrun.variants.client import Reply
 
     fenced = Reply('```json\n{"paraphrase": "one string", "similar_topic": 3}\n```', None, "stop")
@@ -193,7 +193,7 @@ def test_a_wrong_key_or_model_stops_at_once_and_hides_the_key(out, monkeypatch, 
     assert "MY_KEY" in str(error.value)
 
 
-def test_a_page_is_not_a_reply(out):
+def test_a_web_page_is_not_taken_for_a_reply(out):
     for page in ("<html>hello</html>", {}, {"choices": []}):
         with ChatServer(lambda text, request, page=page: page) as server:
             outcome = go(server, out, SOURCES[:1])
@@ -288,7 +288,7 @@ def test_a_full_disk_leaves_whole_lines(out, monkeypatch):
         assert go(server, out).complete == 3
 
 
-def test_text_that_no_file_can_hold(out):
+def test_text_that_no_file_can_hold_does_not_stop_the_command(out):
     odd = SOURCES[0].z_star
     replies = {0: '{"paraphrase": "\ud800"}', 1: json.dumps(good(odd) | {"x": "\ud800"})}
     with ChatServer(lambda text, request: completion(replies[request["seed"]])) as server:
@@ -331,7 +331,7 @@ def test_one_writer_at_a_time(out):
         assert go(server, out, SOURCES[:1]).complete == 1
 
 
-def test_endpoints(monkeypatch):
+def test_bad_endpoints_are_refused(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(VariantsError, match="environment variable OPENAI_API_KEY is not set"):
         Endpoint("m")

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from inrun.gpt import GPT, gpt2_weights
+
 if TYPE_CHECKING:
     from inrun.bench.options import Options
 
@@ -89,10 +91,10 @@ def _model(name: str, length: int, vocab: int | None) -> tuple[nn.Module, Callab
         return found, lambda n: tokens(n, length, size, "input_ids")
     if name == "gpt2":
         size = vocab or 50257
-        gpt = GPT(12, 768, size, max(length, 1024))
+        gpt = LanguageModel(12, 768, size, max(length, 1024))
     elif shape := re.fullmatch(r"gpt-(\d+)x(\d+)", name):
         size = vocab or SMALL_VOCABULARY
-        gpt = GPT(int(shape[1]), int(shape[2]), size, length)
+        gpt = LanguageModel(int(shape[1]), int(shape[2]), size, length)
     else:
         raise ValueError(
             f"--model {name}: choose gpt2, gpt-LAYERSxWIDTH (gpt-4x128), convnet, hf:NAME (a model "
@@ -114,47 +116,18 @@ def images(n: int) -> Batch:
     return {"inputs": torch.randn(n, *IMAGE), "labels": torch.randint(CLASSES, (n,))}
 
 
-class GPT(nn.Module):
-    """A decoder of GPT-2's shape: learned positions, LayerNorm first, tied head, no dropout."""
+class LanguageModel(GPT):
+    """A GPT that returns the loss of a batch, with GPT-2's heads and weights."""
 
     def __init__(self, layers: int, width: int, vocab: int, positions: int) -> None:
-        super().__init__()
         if layers < 1 or width < 32 or width % 32:
             raise ValueError(f"gpt-{layers}x{width}: the width must be a multiple of 32")
-        self.token = nn.Embedding(vocab, width)
-        self.position = nn.Embedding(positions, width)
         heads = width // (64 if width % 64 == 0 and width >= 256 else 32)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        for name, p in self.named_parameters():
-            if p.ndim > 1:
-                into_residual = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(p, std=0.02 / (2 * layers) ** 0.5 if into_residual else 0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(p)
+        super().__init__(vocab, width, layers, heads, positions, gelu="tanh")
+        gpt2_weights(self)
 
-    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        x = self.token(inputs) + self.position(torch.arange(inputs.shape[1], device=inputs.device))
-        for block in self.blocks:
-            x = block(x)
-        logits = F.linear(self.norm(x), self.token.weight)
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, T, D = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(B, T, D))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        return F.cross_entropy(super().forward(inputs).flatten(0, 1), labels.flatten())
 
 
 class ConvNet(nn.Module):

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import inrun
 from inrun.console import excerpt, safe
 from inrun.demo import stage
+from inrun.gpt import GPT
 
 EPOCHS = 7
 BATCH = 16
@@ -87,38 +88,12 @@ class Vocabulary:
         return torch.tensor([row + [PAD] * (longest - len(row)) for row in rows])
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, T, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(B, T, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(B, T, WIDTH))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):
-    """A decoder with learned positions and a head that shares the embedding."""
-
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__()
-        self.token = nn.Embedding(vocabulary, WIDTH)
-        self.position = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(WIDTH)
-        for embedding in (self.token, self.position):
-            nn.init.normal_(embedding.weight, std=0.02)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(self.norm(x), self.token.weight)
+def language_model(vocabulary: int) -> GPT:
+    """A GPT whose embeddings are drawn small, since its head shares one of them."""
+    model = GPT(vocabulary, WIDTH, LAYERS, HEADS, CONTEXT)
+    for embedding in (model.token, model.position):
+        nn.init.normal_(embedding.weight, std=0.02)
+    return model
 
 
 def next_word(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -147,7 +122,7 @@ def demo(out: Path, seed: int, epochs: int, console: Console) -> dict[str, Any]:
         "documentation. Who taught it what?\n"
     )
     torch.manual_seed(seed)
-    model = GPT(vocabulary.size)
+    model = language_model(vocabulary.size)
     questions = {name: vocabulary.encode([q]) for name, q in QUESTIONS.items()}
     before = losses(model, questions)
     run = train(model, texts, vocabulary, questions, folder, seed, epochs, console)

@@ -93,7 +93,8 @@ def _on(numbers: Sequence[Any], device: torch.device) -> Tensor:
     if any(isinstance(n, Tensor) and n.device.type != "cpu" for n in numbers):
         parts = [torch.as_tensor(n, device=device) for n in numbers]
         return torch.stack([p.reshape(()) for p in parts]).double()
-    return kernels.upload(torch.tensor([float(n) for n in numbers], dtype=torch.float64), device)
+    host = torch.tensor([float(n) for n in numbers], dtype=torch.float64, device="cpu")
+    return kernels.upload(host, device)
 
 
 if kernels.AVAILABLE:

@@ -55,7 +55,7 @@ class Pending:
         flat = torch.cat([t.detach().double().flatten() for t in numbers.values()])
         self._conclude, self._event = conclude, None
         if flat.is_cuda:
-            host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+            host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
             self._numbers = host.copy_(flat, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
