@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ class Keeper:
         self._covered: set[tuple[frozenset[str], str, type[Record]]] = set()
 
     def receive(
-        self, micro: MicroBatch, site: Site, call: Call, delta: Tensor, loose: Sequence[int]
+        self, micro: MicroBatch, site: Site, call: Call, delta: Any, loose: Sequence[int]
     ) -> list[Tensor]:
         """Keep the records of one operation, given δ; returns the gradients of summed leaves."""
         self.first_gradient(micro)
