@@ -7,6 +7,8 @@ from torch import nn
 
 from helpers.captures import captured, close, gradients_of, reference_rows
 from helpers.zoo import Problem
+from inrun.capture.capture import Capture
+from inrun.errors import CaptureError
 from inrun.gradients.derivative import MANY, each
 from inrun.gradients.nodes import _linear, directions
 from inrun.gradients.records import Dense, Lookup, Pair
@@ -33,6 +35,10 @@ def masked(m, x):
 
 def padded(m, x):
     return F.embedding(x, m.w, padding_idx=2)
+
+
+def weighted_bags(m, x):
+    return F.embedding_bag(x, m.w, mode="sum", per_sample_weights=m.b.expand(len(x), -1))
 
 
 def reused(m, x):
@@ -125,6 +131,20 @@ CASES = {
         lambda m, x: F.embedding(x, m.w, padding_idx=-1), IDS, {"w": (7, 3)}
     ),
     "torch-embedding": (lambda m, x: torch.embedding(m.w, x), IDS, {"w": (7, 3)}),
+    "bag-mean": (lambda m, x: F.embedding_bag(x, m.w), IDS, {"w": (7, 3)}),
+    "bag-sum": (lambda m, x: F.embedding_bag(x, m.w, mode="sum"), IDS, {"w": (7, 3)}),
+    "bag-max": (lambda m, x: F.embedding_bag(x, m.w, mode="max"), IDS, {"w": (7, 3)}),
+    "bag-mean-padding": (
+        lambda m, x: F.embedding_bag(x % 3, m.w, padding_idx=2), IDS, {"w": (3, 3)}
+    ),
+    "bag-max-padding": (
+        lambda m, x: F.embedding_bag(x % 3, m.w, mode="max", padding_idx=-1), IDS, {"w": (3, 3)}
+    ),
+    "bag-weighted": (weighted_bags, IDS, {"w": (7, 3), "b": (5,)}),
+    "bag-several": (
+        lambda m, x: F.embedding_bag(x.repeat(1, 2).view(-1, 5), m.w).view(len(x), 2, -1), IDS,
+        {"w": (7, 3)},
+    ),
     "layer_norm": (
         lambda m, x: F.layer_norm(x, (4,), m.w, m.b), (5, 4), {"w": (4,), "b": (4,)}
     ),
@@ -291,6 +311,75 @@ def test_every_operation_gives_per_example_gradients(name, form, B):
 def test_look_ups_take_the_form_asked_for(name, form, kind):
     _, micro = captured(problem(name, 3), form=form)
     assert [type(r).__name__ for rs in micro.records.values() for r in rs] == [kind]
+
+
+class Bagged(nn.Module):
+    """Texts of any length in one row, as torch's own tutorial has them."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.bags = nn.EmbeddingBag(7, 3, **options)
+
+    def forward(self, text, offsets, weights=None):
+        return self.bags(text, offsets, weights)
+
+
+@pytest.mark.parametrize("form", ["ghost", "materialise"])
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "mean", "padding_idx": 2}, {"mode": "sum"}, {"mode": "max"}, {"mode": "weighted"}],
+    ids=lambda x: x["mode"],
+)
+def test_bags_at_offsets(options, form):
+    """Bag k is example k; one is empty."""
+    torch.manual_seed(1)
+    weights = torch.rand(9) if options["mode"] == "weighted" else None
+    options = options if weights is None else {"mode": "sum"}
+    text, offsets = torch.randint(0, 7, (9,)), torch.tensor([0, 4, 4, 5])
+    model = Bagged(**options)
+    table = model.bags.weight
+    capture = Capture(model, {"bags.weight": table}, form=form, directions=2)
+    with capture.batch(4) as micro:
+        out = model(text, offsets, weights)
+        (out.pow(3).sum(1) * torch.arange(1.0, 5.0)).sum().backward()
+    ((_, (record,)),) = micro.records.items()
+    rows = model(text, offsets, weights).pow(3).sum(1) * torch.arange(1.0, 5.0)
+    expected = torch.stack([torch.autograd.grad(r, table, retain_graph=True)[0] for r in rows])
+    assert close(record.rows(), expected, 1e-9)
+    assert close(table.grad, expected.sum(0), 1e-9)
+    u = torch.randn(2, 7, 3)
+    assert close(record.dots(u), torch.einsum("qij,bij->qb", u, expected), 1e-9)
+    assert close(record.cut(1, 4).rows(), expected[1:4], 1e-9)
+    assert close(record.groups([1, 3]), torch.stack([expected[0], expected[1:].sum(0)]), 1e-9)
+    assert close(
+        record.some_groups(1, [2, 1]), torch.stack([expected[1:3].sum(0), expected[3]]), 1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_norm": 1.0}, "max_norm"), ({"scale_grad_by_freq": True}, "scale_grad_by_freq"),
+        ({"sparse": True}, "sparse=False"),
+    ],
+)  # fmt: skip
+def test_bags_that_are_refused(options, message):
+    p = Problem(
+        nn.EmbeddingBag(7, 3, **options), (torch.randint(0, 7, (3, 4)),), 3,
+        lambda m, b: m(b[0]), lambda out, b: out.square().mean(),
+    )  # fmt: skip
+    with pytest.raises(CaptureError, match=f"'embedding_bag'.*{message}"):
+        captured(p)
+
+
+def test_bags_of_several_examples_are_refused():
+    """The examples are in the columns, and a bag is a row."""
+    p = Problem(
+        nn.EmbeddingBag(7, 3), (torch.randint(0, 7, (3, 4)),), 4,
+        lambda m, b: m(b[0]), lambda out, b: out.square().mean(), batch_dim=1,
+    )  # fmt: skip
+    with pytest.raises(CaptureError, match="cannot be told apart"):
+        captured(p)
 
 
 MADE = {

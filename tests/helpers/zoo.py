@@ -133,6 +133,44 @@ def gpt() -> Problem:
     return Problem(GPT(), text(padded=False), T, lambda m, b: m(b["input_ids"]), tokens)
 
 
+class Recurrent(nn.Module):
+    """An LSTM in both directions that reads a text, or a GRU that predicts its tokens."""
+
+    def __init__(self, reads: bool, batch_first: bool = True) -> None:
+        super().__init__()
+        self.embed, self.reads, self.time = nn.Embedding(V, D), reads, 1 if batch_first else 0
+        kind: Any = nn.LSTM if reads else nn.GRU
+        self.rnn = kind(D, 5, 2, batch_first=batch_first, bidirectional=reads)
+        self.head = nn.Linear(10, 3) if reads else nn.Linear(5, V)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out, states = self.rnn(self.embed(ids))
+        if not self.reads:
+            return self.head(out)
+        last = torch.cat([states[0][-2], states[0][-1]], 1)
+        return self.head(out.mean(self.time) + last)
+
+
+def lstm(batch_first: bool) -> Problem:
+    batch = torch.randint(0, V, (T, T)), torch.randint(0, 3, (T,))
+    model = Recurrent(True, batch_first)
+    if batch_first:
+        return Problem(model, batch, T, first, classes)
+    return Problem(
+        model, batch, T, lambda m, b: first(m, b).t(), lambda out, b: classes(out.t(), b), 1
+    )
+
+
+def gru() -> Problem:
+    return Problem(Recurrent(False), text(padded=False), T, lambda m, b: m(b["input_ids"]), tokens)
+
+
+def bags() -> Problem:
+    model = nn.Sequential(nn.EmbeddingBag(V, D, padding_idx=0), nn.ReLU(), nn.Linear(D, 3))
+    batch = torch.randint(0, V, (5, T)), torch.randint(0, 3, (5,))
+    return Problem(model, batch, 5, first, classes)
+
+
 def _transformers() -> Any:
     return pytest.importorskip("transformers", reason="needs the extra inrun[hf]")
 
@@ -233,6 +271,10 @@ ZOO: dict[str, Callable[[], Problem]] = {
     "encoder-sequence-first": lambda: encoder(False),
     "vit": vit,
     "gpt": gpt,
+    "lstm": lambda: lstm(True),
+    "lstm-sequence-first": lambda: lstm(False),
+    "gru": gru,
+    "embedding-bag": bags,
     "gpt2": gpt2,
     "distilbert": distilbert,
     "bert": bert,

@@ -189,20 +189,25 @@ def test_examples_that_cannot_be_told_apart_are_refused():
 
 
 def test_an_operation_without_a_rule_names_parameter_and_ways_out():
-    class Recurrent(nn.Module):
+    class Native(nn.Module):
+        """Calls an operation of torch that has three outputs and no rule."""
+
         def __init__(self):
             super().__init__()
-            self.rnn, self.head = nn.LSTM(4, 3, batch_first=True), nn.Linear(3, 3)
+            self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 3)
 
         def forward(self, x):
-            return self.head(self.rnn(x[:, None])[0][:, -1])
+            w, b = self.norm.weight, self.norm.bias
+            return self.head(torch.native_layer_norm(x, [4], w, b, 1e-5)[0])
 
-    model, optimizer, run = setup(Recurrent())
-    with pytest.raises(inrun.CaptureError, match=r"rnn\.weight_ih_l0.*'lstm'.*register_op"):
+    model, optimizer, run = setup(Native())
+    with pytest.raises(
+        inrun.CaptureError, match=r"norm\.weight.*'native_layer_norm'.*no rule.*register_op"
+    ):
         step(model, optimizer, run)
     run.close()
     optimizer.zero_grad()
-    names = [k for k, _ in model.named_parameters() if k.startswith("rnn")]
+    names = [k for k, _ in model.named_parameters() if k.startswith("norm")]
     run = inrun.watch(model, optimizer, validation=[(X, Y)], loss=loss, ignore=names)
     step(model, optimizer, run)
     assert set(run.coverage().query("status == 'ignored'")["parameter"]) == set(names)

@@ -186,6 +186,8 @@ class Interceptor:
         if not site.detached and not any(t.requires_grad for t in tensors_in(out)):
             self.outputs.note_batched(func, args, kwargs, out)
             return out
+        if site.several and type(out) is tuple:
+            return self._tap_several(out, site, saved, func, args, kwargs)
         if not isinstance(out, Tensor) or not has_pure_form(func):
             raise refusal(site.call.with_(leaves=saved), tensors_in(out), "it has no rule")
         of_pairs = self.outputs.of_pairs(func, args, kwargs, out)
@@ -253,6 +255,24 @@ class Interceptor:
         if site.origin is not None:
             self.provenance.note(out, site.origin)
         return out
+
+    def _tap_several(
+        self, outs: tuple[Tensor, ...], site: Site, saved: Sequence[Any], func: Any, args: Any,
+        kwargs: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """The same for an operation with several outputs."""
+        assert self.micro is not None
+        call = site.call.with_(leaves=saved)
+        if self.memo is None:
+            raise refusal(call, outs, "it has several outputs inside a compiled graph")
+        placed = [self._placed(call, func, args, kwargs, out) for out in outs]
+        if saved_tensors_hooks():
+            self._expect_recomputation()
+        outs, call = self.taps.tap_several(outs, site, placed[0], self.receive)
+        self.micro.met, self.micro.autocast = True, call.autocast
+        for out, own in zip(outs, placed, strict=True):
+            self.provenance.note(out, own.layout)
+        return outs
 
     def _write_parameter(self, func: Any, args: Any, batched: bool) -> None:
         """``target[index] = parameter``: as an operation that gives a new target."""

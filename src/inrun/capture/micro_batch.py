@@ -120,7 +120,7 @@ class Keeper:
         self._covered: set[tuple[frozenset[str], str, type[Record]]] = set()
 
     def receive(
-        self, micro: MicroBatch, site: Site, call: Call, delta: Tensor, loose: Sequence[int]
+        self, micro: MicroBatch, site: Site, call: Call, delta: Any, loose: Sequence[int]
     ) -> list[Tensor]:
         """Keep the records of one operation, given δ; returns the gradients of summed leaves."""
         self.first_gradient(micro)

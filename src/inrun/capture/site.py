@@ -14,13 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from inrun.capture.micro_batch import MicroBatch
-from inrun.capture.tap import FusedOp, Receive, apply_tap, device_of, fused_op, run_fused, tapped
+from inrun.capture.tap import (
+    FusedOp,
+    Receive,
+    apply_tap,
+    apply_tap_of_several,
+    device_of,
+    fused_op,
+    run_fused,
+    tapped,
+)
 from inrun.errors import refusal
 from inrun.gradients import Call, Dense, Form, OpRule, Record, op_rule, replay
 from inrun.gradients.blocks import Blocks
@@ -29,7 +39,7 @@ from inrun.gradients.nodes import Node
 from inrun.gradients.records import Aligned, wide_type
 from inrun.tensors.arguments import Spec, present
 from inrun.tensors.autocast import Autocast, current
-from inrun.tensors.layout import Layout, Spread, in_place, name_of
+from inrun.tensors.layout import Layout, Spread, in_place, name_of, tensors_in
 from inrun.tensors.owners import Owners
 
 Pairs: TypeAlias = Sequence[tuple[Node, Record]]  # a record of each node that took part
@@ -56,6 +66,7 @@ class Site:
     writes: bool = False  # in place, to the first leaf
     kept: tuple[str, ...] = ()  # what the rule uses of autograd's own (``OpRule.kept``)
     fused: FusedOp | None = None  # operation and tap as one autograd node
+    several: bool = False  # the rule takes δ of several outputs (``OpRule.several``)
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The leaves to run the operation with, and those to save for its rule."""
@@ -70,19 +81,22 @@ class Site:
             saved[0] = saved[0].clone()
         return given, saved
 
-    def records(self, call: Call, delta: Tensor) -> list[tuple[Node, Record]]:
+    def records(self, call: Call, delta: Any) -> list[tuple[Node, Record]]:
         """What the rule makes of δ."""
         try:
             return list(self.rule(call, delta))
         except NotImplementedError as e:
-            raise refusal(call, [delta], str(e)) from None
+            raise refusal(call, tensors_in(delta), str(e)) from None
 
-    def lasting(self, call: Call, delta: Tensor, loose: Sequence[int]) -> list[tuple[Node, Record]]:
+    def lasting(self, call: Call, delta: Any, loose: Sequence[int]) -> list[tuple[Node, Record]]:
         """Records that stay as they are whatever is written to the ``loose`` leaves: data and
         masks that the loop may refill in place for the next micro-batch."""
         pairs = self.records(call, delta)
         if not loose or all(type(r) in (Dense, Aligned) for _, r in pairs):
             return pairs
+        if self.several:  # too slow to do again
+            memory = {call.leaves[i].untyped_storage().data_ptr() for i in loose}
+            return [(node, record.map(partial(_own, memory))) for node, record in pairs]
         leaves = list(call.leaves)
         for i in loose:
             leaves[i] = leaves[i].clone()
@@ -98,6 +112,11 @@ class Site:
             parts = [add(record.rows()) for node, record in pairs if node is own]
             found.append(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
         return found
+
+
+def _own(memory: set[int], t: Tensor) -> Tensor:
+    """The tensor, copied if it lies in one of these storages."""
+    return t.clone() if t.untyped_storage().data_ptr() in memory else t
 
 
 def _sum_rows(rows: Tensor) -> Tensor:
@@ -159,6 +178,7 @@ class Taps:
             writes=writes,
             kept=rule.kept if rule else (),
             fused=fused_op(call, func, summed) if self._fusable(call, summed) else None,
+            several=rule is not None and rule.several,
         )
 
     def _fusable(self, call: Call, summed: tuple[int, ...]) -> bool:
@@ -198,6 +218,16 @@ class Taps:
         extras = () if self.probe else [leaves[i] for i in site.summed]
         trigger = self.trigger if self.probe else None
         return tapped(self.apply, out, call, site, receive, trigger, extras), call
+
+    def tap_several(
+        self, outs: tuple[Tensor, ...], site: Site, call: Call, receive: Receive
+    ) -> tuple[tuple[Tensor, ...], Call]:
+        """Put one tap on all outputs of an operation that has run; ``call`` has what is saved."""
+        device = device_of(outs[0])
+        blocks = self.blocks if device == "cpu" else None
+        call = call.with_(autocast=current(device), blocks=blocks)
+        trigger = self.trigger if self.probe else None
+        return apply_tap_of_several(call, site, receive, trigger, *outs), call
 
     def fused(
         self, site: Site, leaves: Sequence[Any], receive: Receive, autocast: Autocast

@@ -34,8 +34,8 @@ from inrun.torch_compat import (
 if TYPE_CHECKING:
     from inrun.capture.site import Site
 
-# (site, call, δ, loose leaves) → gradients of the tap's extras
-Receive: TypeAlias = "Callable[[Site, Call, Tensor, Sequence[int]], Sequence[Tensor]]"
+# (site, call, δ, loose leaves) → gradients of the tap's extras. δ is a tuple for several outputs.
+Receive: TypeAlias = "Callable[[Site, Call, Any, Sequence[int]], Sequence[Tensor]]"
 
 
 class Tap(torch.autograd.Function):
@@ -52,13 +52,8 @@ class Tap(torch.autograd.Function):
         ctx: Any, out: Tensor, call: Call, site: Site, receive: Receive,
         trigger: Tensor | None, *extras: Tensor,
     ) -> Tensor:  # fmt: skip
-        leaves = list(call.leaves)
-        ctx.save_for_backward(*[leaves[i] for i in site.batched])
-        ctx.loose = _not_computed(leaves, call.nodes)
-        for i in site.batched:
-            leaves[i] = None
+        _hold(ctx, call, site, receive)
         ctx.dtypes = [x.dtype for x in extras]
-        ctx.site, ctx.receive, ctx.call, ctx.leaves = site, receive, call.with_(leaves=()), leaves
         ctx.mark_dirty(out)
         return out
 
@@ -69,18 +64,62 @@ class Tap(torch.autograd.Function):
             return delta, None, None, None, None, *_received(ctx, saved, delta)
 
 
+def _hold(ctx: Any, call: Call, site: Site, receive: Receive) -> None:
+    """Keep what the backward pass needs."""
+    leaves = list(call.leaves)
+    ctx.save_for_backward(*[leaves[i] for i in site.batched])
+    ctx.loose = _not_computed(leaves, call.nodes)
+    for i in site.batched:
+        leaves[i] = None
+    ctx.site, ctx.receive, ctx.call, ctx.leaves = site, receive, call.with_(leaves=()), leaves
+
+
+def _held(ctx: Any, saved: Sequence[Tensor]) -> Call:
+    """The call again, with its leaves."""
+    leaves = ctx.leaves.copy()
+    for i, x in zip(ctx.site.batched, saved, strict=True):
+        leaves[i] = x.detach()
+    return ctx.call.with_(leaves=leaves)
+
+
 def _received(ctx: Any, saved: Sequence[Tensor], delta: Tensor) -> list[Tensor]:
     """Hand δ to the capture; returns the gradients of the tap's extras."""
-    site, leaves = ctx.site, ctx.leaves.copy()
-    for i, x in zip(site.batched, saved, strict=True):
-        leaves[i] = x.detach()
-    call = ctx.call.with_(leaves=leaves)
+    call = _held(ctx, saved)
     refuse_again(call, delta)
     with no_autocast(device_of(delta)):
         shaped = delta if delta.shape == call.shape else delta.reshape(call.shape)
-        given = ctx.receive(site, call, shaped, ctx.loose)
+        given = ctx.receive(ctx.site, call, shaped, ctx.loose)
     types = zip(given, ctx.dtypes, strict=True)
     return [g if g.dtype == t else g.to(t) for g, t in types]
+
+
+class TapSeveral(torch.autograd.Function):
+    """The identity on several outputs (those of ``lstm``, say); its backward hands a tuple to
+    ``receive``: δ of each output, None where the loss does not depend on one.
+
+    The outputs are copied, because the operation's own nodes may have saved them or others.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, site: Site, receive: Receive, trigger: Tensor | None, *outs: Tensor
+    ) -> tuple[Tensor, ...]:
+        _hold(ctx, call, site, receive)
+        ctx.set_materialize_grads(False)
+        return tuple(out.clone() for out in outs)
+
+    @staticmethod
+    def backward(ctx: Any, *deltas: Tensor | None) -> Any:
+        given = [d for d in deltas if d is not None]
+        if not given:
+            return (None,) * (4 + len(deltas))
+        saved = ctx.saved_tensors  # may be recomputed here
+        with DisableTorchFunction():
+            call = _held(ctx, saved)
+            refuse_again(call, *given)
+            with no_autocast(device_of(given[0])):
+                ctx.receive(ctx.site, call, deltas, ctx.loose)
+        return None, None, None, None, *deltas
 
 
 def _not_computed(leaves: Sequence[Any], nodes: Sequence[Any]) -> list[int]:
@@ -92,11 +131,11 @@ def _not_computed(leaves: Sequence[Any], nodes: Sequence[Any]) -> list[int]:
     ]
 
 
-def refuse_again(call: Call, delta: Tensor) -> None:
+def refuse_again(call: Call, *deltas: Tensor) -> None:
     """A backward pass that is to be differentiated itself is refused."""
     if torch.is_grad_enabled():
         why = "its gradient is differentiated again (create_graph=True)"
-        raise refusal(call, [delta], why)
+        raise refusal(call, deltas, why)
 
 
 def _apply(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
@@ -110,6 +149,7 @@ def _apply(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
 
 
 apply_tap = _apply(Tap)
+apply_tap_of_several: Any = _apply(TapSeveral)
 
 
 def tapped(

@@ -1,6 +1,6 @@
 """Rules for the operations in which parameters take part, one file per family."""
 
-from inrun.gradients import attention, conv, elementwise, embedding, linear, norm
+from inrun.gradients import attention, conv, elementwise, embedding, linear, norm, recurrent
 from inrun.gradients.call import Call, Form, OpRule, op_rule, register_op, replay
 from inrun.gradients.records import Dense, Record
 
@@ -17,6 +17,7 @@ __all__ = [
     "linear",
     "norm",
     "op_rule",
+    "recurrent",
     "register_op",
     "replay",
 ]  # fmt: skip

@@ -148,6 +148,9 @@ class OpRule:
     materialised; that of ``vectors``, which always are, in any case.
 
     ``kept`` names what autograd keeps for its own backward pass and the rule can use.
+
+    ``several``: an operation that returns a tuple gives its rule a tuple, δ of each output (None
+    where the loss does not depend on one). Without it such an operation is refused.
     """
 
     records: RuleFunction
@@ -155,6 +158,7 @@ class OpRule:
     vectors: tuple[tuple[int, str], ...] = ()
     sizes: Callable[[Call], Sizes | None] | None = None
     kept: tuple[str, ...] = ()
+    several: bool = False
 
     def settled(self, call: Call, fast: bool, directions: int) -> Call:
         """The call with its form chosen, where that was left to us.
@@ -190,6 +194,7 @@ def register_op(
     vectors: tuple[tuple[int, str], ...] = (),
     sizes: Callable[[Call], Sizes | None] | None = None,
     kept: tuple[str, ...] = (),
+    several: bool = False,
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Decorator: the function below gives the records of these operations.
 
@@ -199,7 +204,7 @@ def register_op(
 
     def decorate(rule: RuleFunction) -> RuleFunction:
         for func in funcs:
-            _RULES[func] = OpRule(rule, weight, vectors, sizes, kept)
+            _RULES[func] = OpRule(rule, weight, vectors, sizes, kept, several)
         return rule
 
     return decorate

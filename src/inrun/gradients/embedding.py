@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from inrun.gradients.call import Call, Sizes, register_op
-from inrun.gradients.records import Dense, Lookup, Record
+from inrun.gradients.records import Aligned, Dense, Lookup, Record, inner, wide_type
 
 
 def _sizes(call: Call) -> Sizes:
@@ -58,3 +61,143 @@ def embedding(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
         d = d.masked_fill((rows == asked.padding % W.shape[0])[..., None], 0.0)
     record = Lookup(rows, d, W.shape[0])
     yield call.node(*weight), Dense(record.rows()) if call.form == "materialise" else record
+
+
+# Bags: each output row is the sum, mean or maximum of several rows of the table
+
+
+@dataclass(eq=False)
+class Bags(Record):
+    """Ghost form of look-ups in one list for all examples: row ids_r of g_i has δ_r added to it for
+    each r that belongs to i."""
+
+    ids: Tensor  # [R]
+    owner: Tensor  # [R]
+    delta: Tensor  # [R, O]; zero where an id is no example's
+    size: int  # V
+    B: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.size, self.delta.shape[-1]
+
+    def dot(self, u: Tensor) -> Tensor:
+        found = inner(u[self.ids], self.delta)
+        return found.new_zeros(self.B).index_add_(0, self.owner, found)
+
+    def rows(self) -> Tensor:
+        out = self.delta.new_zeros(self.B * self.size, self.delta.shape[-1])
+        at = self.owner * self.size + self.ids
+        return out.index_add_(0, at, self.delta).view(self.B, *self.shape)
+
+    def cut(self, first: int, last: int) -> Record:
+        mine = (self.owner >= first) & (self.owner < last)
+        owner = torch.where(mine, self.owner - first, 0)
+        delta = self.delta * mine[:, None].to(self.delta.dtype)
+        return replace(self, owner=owner, delta=delta, B=last - first)
+
+    def groups(self, sizes: Sequence[int]) -> Tensor:
+        group = torch.tensor([k for k, n in enumerate(sizes) for _ in range(n)])
+        owner = group.to(self.owner.device, non_blocking=True)[self.owner]
+        return replace(self, owner=owner, B=len(sizes)).rows()
+
+
+def _bag_sizes(call: Call) -> Sizes:
+    ids, W = call.value(0, "input"), call.value(1, "weight")
+    kept = W.numel() if call.value(6, "mode", "mean") == "max" else ids.numel() // call.B
+    return Sizes(kept * W.shape[1], W.numel())
+
+
+def _refuse_bags(call: Call) -> None:
+    if call.value(0, "input").is_floating_point():
+        raise NotImplementedError("it is called with (weight, input); give it (input, weight)")
+    if call.value(3, "max_norm") is not None:
+        raise NotImplementedError("max_norm rewrites the table during the forward pass")
+    if call.value(5, "scale_grad_by_freq", False):
+        raise NotImplementedError("scale_grad_by_freq mixes the examples' gradients")
+    if call.value(7, "sparse", False):
+        raise NotImplementedError("its gradient is sparse; make the bags with sparse=False")
+
+
+class _Tokens(NamedTuple):
+    """The ids of all bags one after the other."""
+
+    ids: Tensor  # [R]
+    bag: Tensor  # [R]
+    factor: Tensor  # [R]: of the row in its bag, 0 for padding
+
+
+def _tokens(call: Call, bags: int, like: Tensor) -> _Tokens:
+    ids, offsets = call.value(0, "input"), call.value(2, "offsets")
+    at = torch.arange(ids.numel(), device=ids.device)
+    if ids.ndim == 2:
+        bag = at // ids.shape[1]
+    else:
+        bag = torch.searchsorted(offsets.to(at.dtype), at, right=True) - 1
+    ids = ids.reshape(-1)
+    factor = torch.ones(len(ids), dtype=like.dtype, device=ids.device)
+    if (padding := call.value(10, "padding_idx")) is not None:
+        factor = factor.masked_fill(ids == padding % len(call.value(1, "weight")), 0.0)
+    factor = factor.masked_fill(bag >= bags, 0.0)  # behind the last offset
+    bag = bag.clamp(max=bags - 1)
+    if call.value(6, "mode", "mean") == "mean":
+        counts = factor.new_zeros(bags).index_add_(0, bag, factor)
+        factor = factor / counts.clamp(min=1)[bag]
+    return _Tokens(ids, bag, factor)
+
+
+@register_op(F.embedding_bag, sizes=_bag_sizes)
+def embedding_bag(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
+    """``F.embedding_bag(ids, weight)``: [bags, T], or [R] with ``offsets``. The δ of a bag belongs
+    to each of its tokens."""
+    _refuse_bags(call)
+    weighted, table = call.node(8, "per_sample_weights"), call.node(1, "weight")
+    if call.value(6, "mode", "mean") == "max":
+        yield table, _chosen(call, delta)
+        return
+    tokens = _tokens(call, len(delta), delta)
+    d = delta[tokens.bag]  # [R, O]
+    if weighted is not None:
+        yield weighted, _of_weights(call, tokens, d)
+    if table is not None:
+        given = call.value(8, "per_sample_weights")
+        factor = tokens.factor if given is None else tokens.factor * given.detach().reshape(-1)
+        record = _looked_up(call, tokens, d * factor[:, None].to(d.dtype))
+        yield table, Dense(record.rows()) if call.form == "materialise" else record
+
+
+def _looked_up(call: Call, tokens: _Tokens, d: Tensor) -> Record:
+    V = call.value(1, "weight").shape[0]
+    if call.B == 1:
+        return Lookup(tokens.ids[None], d[None], V)
+    if call.value(0, "input").ndim == 2:
+        bags = call.shape[0]
+        ids = call.split(tokens.ids.view(bags, -1)).reshape(call.B, -1)
+        return Lookup(ids, call.tokens(call.split(d.view(bags, -1, d.shape[-1]))), V)
+    return Bags(tokens.ids, tokens.bag // call.layout.inner % call.B, d, V, call.B)
+
+
+def _of_weights(call: Call, tokens: _Tokens, d: Tensor) -> Record:
+    """Of ``per_sample_weights``, made of parameters: ⟨δ of the bag, row of the table⟩."""
+    W, x = call.value(1, "weight").detach(), call.value(8, "per_sample_weights")
+    grads = (inner(W[tokens.ids], d) * tokens.factor).view(x.shape).to(wide_type(x.dtype))
+    if call.B == 1:
+        return Dense(grads[None])
+    if x.ndim != 2 or call.layout.outer * call.layout.inner != 1:
+        raise NotImplementedError("its per_sample_weights are made of parameters alone")
+    return Aligned(grads, 0)
+
+
+def _chosen(call: Call, delta: Tensor) -> Record:
+    """Of the maximum: δ of each number goes to the row that it came from."""
+    ids, W = call.value(0, "input"), call.value(1, "weight").detach()
+    offsets, last = call.value(2, "offsets"), call.value(9, "include_last_offset", False)
+    if ids.ndim == 2:
+        offsets = torch.arange(0, ids.numel(), ids.shape[1], device=ids.device).to(ids.dtype)
+    padding = call.value(10, "padding_idx")
+    _, _, sizes, rows = torch.embedding_bag(
+        W, ids.reshape(-1), offsets, False, 2, False, None, last, padding
+    )
+    d = delta.masked_fill((sizes == 0)[:, None], 0.0)
+    rows, d = (call.split(t).reshape(call.B, -1, W.shape[1]) for t in (rows.clamp(min=0), d))
+    return Dense(d.new_zeros(call.B, *W.shape).scatter_add_(1, rows.long(), d))

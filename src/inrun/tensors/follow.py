@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from inrun.tensors.indexing import MARK, along, gather, index
@@ -30,6 +31,7 @@ from inrun.tensors.layout import (
     tensors_in,
 )
 from inrun.tensors.operations import ALONG, ELEMENTWISE, REARRANGED, REDUCTIONS, is_pointwise
+from inrun.tensors.recurrent import CELLS, SEQUENCES, cell_layout, sequence_layout
 from inrun.torch_compat import tree_map
 
 Rule = Callable[
@@ -317,16 +319,18 @@ def _interleave(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> L
     return layout if same else replace(layout, inner=layout.inner * repeats)
 
 
-def _recurrent(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
-    """Outputs [B, T, …] or [T, B, …] as the input has it; states are [layers, B, …]."""
-    x = args[0]
-    layout = find(x)
-    if layout is None or x.ndim != 3:
+def _bags(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
+    """``F.embedding_bag``: the bags are the rows of a 2-D input, or start at ``offsets``."""
+    ids, offsets = args[0], kwargs.get("offsets", args[2] if len(args) > 2 else None)
+    if func is not F.embedding_bag or ids.is_floating_point():
         return None
-    state = replace(layout, dim=1)
-    if out.shape[:2] != x.shape[:2]:
-        return state
-    return layout if layout == state or out.shape[1] != x.shape[layout.dim] else None
+    given = args[8] if len(args) > 8 else kwargs.get("per_sample_weights")
+    weights = [find(t) for t in (given,) if t is not None]
+    found = (
+        [x for x in (find(ids), *weights) if x is not None] if ids.ndim == 2 else [find(offsets)]
+    )
+    layout = agree(found)
+    return layout if layout is not None and layout.dim == 0 else None
 
 
 _RULES: dict[str, Rule] = {
@@ -364,10 +368,12 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("index_select", "scatter", "scatter_add", "index_add",
          "index_copy", "index_fill"), along),
-    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
+    **dict.fromkeys(SEQUENCES, sequence_layout),
+    **dict.fromkeys(CELLS, cell_layout),
     **dict.fromkeys(("gather", "take_along_dim"), gather),
     **dict.fromkeys(("linear", "grouped_mm", "grouped_mm_fallback"), _linear),
     "embedding": _embedding,
+    "embedding_bag": _bags,
     "scaled_dot_product_attention": _attention,
     "einsum": _einsum,
     "stack": _stack,
