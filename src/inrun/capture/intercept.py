@@ -26,6 +26,7 @@ from inrun.capture.provenance import OUTSIDE, PAIRS, Origin, any_batched
 from inrun.capture.site import Site, Taps, has_pure_form
 from inrun.errors import nested, refusal, transformed
 from inrun.gradients import Call, op_rule
+from inrun.gradients.call import Place
 from inrun.gradients.nodes import Node
 from inrun.tensors.arguments import flatten
 from inrun.tensors.autocast import current
@@ -164,10 +165,13 @@ class Interceptor:
         """Nodes meet batched tensors: analyse and run the operation, and tap its output."""
         assert self.micro is not None
         self.micro.met = True
-        if op_rule(func) is None and (body := composite(func)) is not None:
+        rule = op_rule(func)
+        if rule is None and (body := composite(func)) is not None:
             self.opened.append(self.calls - 1)
             with self.mode:
                 return body(*args, **kwargs)
+        if rule is not None and rule.place is not None:
+            return self._run_fused_loss(func, args, kwargs, rule.place)
         leaves, spec = flatten(args, kwargs)
         nodes, layouts = self.provenance.operands(leaves)
         claims = {c: name_of(func) for x in layouts if x is not None for c in x.claims}
@@ -195,6 +199,37 @@ class Interceptor:
         if of_pairs:
             self.provenance.note(out, PAIRS)
         return out
+
+    def _run_fused_loss(self, func: Any, args: Any, kwargs: Any, place: Place) -> Any:
+        """A loss and its head in one operation: run it, and tap each output that has a gradient."""
+        assert self.micro is not None
+        leaves, spec = flatten(args, kwargs)
+        nodes, layouts = self.provenance.operands(leaves)
+        site = self.taps.site(func, leaves, spec, nodes, layouts, self.micro.B)
+        given, saved = site.arguments(leaves)
+        call = site.call.with_(leaves=saved)
+        if self.memo is None:
+            raise refusal(call, [], "a fused loss is not scored inside a compiled graph")
+        try:
+            layout, outputs = place(call)
+        except NotImplementedError as e:
+            raise refusal(call, [], str(e)) from None
+        if layout is None:
+            origins = self.provenance.find_all(tensors_in(leaves))
+            by = [f" since '{x.by}'" for x in origins if isinstance(x, Lost)]
+            why = "the examples cannot be told apart in its input" + "".join(by[:1])
+            raise refusal(call, [], why)
+        self.micro.claims.update(dict.fromkeys(layout.claims, call.name))
+        out = _run(func, given, site)
+        self.outputs.note_batched(func, args, kwargs, out)
+        parts = list(out) if isinstance(out, tuple) else [out]
+        for i, part in enumerate(parts[:outputs]):
+            if part is not None and (part.requires_grad or site.detached):
+                own = call.with_(part=i, shape=part.shape, layout=layout)
+                # The function may have saved its output, and the tap counts as writing to it.
+                parts[i] = self._tap(part.clone(), site, own, leaves, saved)
+                self.provenance.note(parts[i], self.provenance.find(part))
+        return tuple(parts) if isinstance(out, tuple) else parts[0]
 
     def _run_known_site(self, func: Any, args: Any, kwargs: Any, site: Site) -> Any:
         """Run the operation of a site in the memo, and tap its output."""

@@ -1,6 +1,14 @@
 """Rules for the operations in which parameters take part, one file per family."""
 
-from inrun.gradients import attention, conv, elementwise, embedding, linear, norm
+from inrun.gradients import (
+    attention,
+    conv,
+    elementwise,
+    embedding,
+    fused_libraries,
+    linear,
+    norm,
+)
 from inrun.gradients.call import Call, Form, OpRule, op_rule, register_op, replay
 from inrun.gradients.records import Dense, Record
 
@@ -14,6 +22,7 @@ __all__ = [
     "conv",
     "elementwise",
     "embedding",
+    "fused_libraries",
     "linear",
     "norm",
     "op_rule",

@@ -47,6 +47,7 @@ class Call:
     autocast: Autocast | None = None  # as it ran
     blocks: Blocks | None = None  # memory for per-example gradients
     kept: tuple[Tensor, ...] = ()  # what the rule asked for of autograd's own (``OpRule.kept``)
+    part: int = 0  # δ is the gradient of this one of several outputs
 
     def with_(self, **changed: Any) -> Call:
         """The same with some fields changed (``dataclasses.replace``, ten times as fast)."""
@@ -119,6 +120,7 @@ class Call:
 
 
 RuleFunction = Callable[[Call, Tensor], Iterator[tuple[Any, Record]]]
+Place = Callable[[Call], "tuple[Layout | None, int]"]
 
 
 class Sizes(NamedTuple):
@@ -143,6 +145,10 @@ class OpRule:
     materialised; that of ``vectors``, which always are, in any case.
 
     ``kept`` names what autograd keeps for its own backward pass and the rule can use.
+
+    ``place`` is for functions whose output may be the same for all examples (a loss) or several
+    tensors. It gives the layout of the argument that holds the examples, which is all that the rule
+    needs (None: they cannot be told apart there), and how many of the outputs have a gradient.
     """
 
     records: RuleFunction
@@ -150,6 +156,7 @@ class OpRule:
     vectors: tuple[tuple[int, str], ...] = ()
     sizes: Callable[[Call], Sizes | None] | None = None
     kept: tuple[str, ...] = ()
+    place: Place | None = None
 
     def settled(self, call: Call, fast: bool, directions: int) -> Call:
         """The call with its form chosen, where that was left to us.
@@ -197,6 +204,11 @@ def register_op(
         return rule
 
     return decorate
+
+
+def register_rule(func: Any, rule: OpRule) -> None:
+    """The same as a function, for a rule that is there already."""
+    _RULES[func] = rule
 
 
 def op_rule(func: Callable[..., Any]) -> OpRule | None:
