@@ -204,9 +204,7 @@ CASES = {
     "own": (*of_own(False), False, False),
     "own-tokens-first": (*of_own(True), False, False),
 }
-CASES = {
-    k: pytest.param(*x, id=k, marks=[TORCH] if "torch" in k else []) for k, x in CASES.items()
-}
+CASES = {k: pytest.param(*x, id=k, marks=[TORCH] if "torch" in k else []) for k, x in CASES.items()}
 
 
 def problems(loss, plain, bias, padded, B):
@@ -254,7 +252,7 @@ def test_logits_are_computed_some_tokens_at_a_time(tokens, monkeypatch):
     seen, slopes = [], fused_loss._slopes
     monkeypatch.setattr(fused_loss, "_slopes", lambda z, *x: seen.append(len(z)) or slopes(z, *x))
     _, micro = captured(p, form="ghost")
-    ((node, (record,)),) = [x for x in micro.records.items() if x[0].name == "head.weight"]
+    ((_, (record,)),) = [x for x in micro.records.items() if x[0].name == "head.weight"]
     u, g = torch.randn(V, D), expected["head.weight"]
     assert close(record.dot(u), (u * g).sum((1, 2)), 1e-9)
     assert close(record.rows(), g, 1e-9)
@@ -273,7 +271,7 @@ def test_the_smaller_form_is_taken(monkeypatch):
     p, _ = problems(*of_liger(), False, False, 3)
     for directions_, kind in ((1, "Recomputed"), (8, "Dense")):
         capture, micro = captured(p, directions=directions_)
-        ((node, (record,)),) = [x for x in micro.records.items() if x[0].name == "head.weight"]
+        ((_, (record,)),) = [x for x in micro.records.items() if x[0].name == "head.weight"]
         assert type(record).__name__ == kind
         assert capture.keeper.coverage["head.weight"] == {
             ("LigerFusedLinearCrossEntropyFunction", kind.lower())
@@ -371,3 +369,69 @@ def test_a_run_has_the_values_of_the_plain_loss(name):
     expected = trained(lambda head, h, t: plain(head(h), t), second).values()
     assert len(got) == 4
     assert close(torch.tensor(got["value"]), torch.tensor(expected["value"]), 1e-9)
+
+
+def refused(loss, bias=True, B=3, **parts):
+    p, _ = problems(loss, None, bias, False, B)
+    for name, part in parts.items():
+        setattr(p.model.head, name, part)
+    with pytest.raises(inrun.CaptureError) as e:
+        captured(p)
+    return str(e.value)
+
+
+def test_what_is_refused():
+    unusual = refused(of_liger(None, -100, 0.0, 0.0, "mean", None, False, None, True)[0])
+    assert "parameter head.bias, head.weight takes part" in unusual
+    assert "LigerFusedLinearCrossEntropyFunction" in unusual
+    assert "it scales tokens by their probability" in unusual
+
+    def moved(head, h, t):
+        return of_liger()[0](head, h.flip(0), t)
+
+    assert "the examples cannot be told apart in its input since 'flip'" in refused(moved)
+
+    def classes(head, h, t):
+        return Liger.apply(h.flatten(0, 1), head.weight, t.flatten(), None, head.classes)[0]
+
+    learned = nn.Parameter(torch.ones(V))
+    assert "a parameter other than the head's" in refused(classes, False, classes=learned)
+
+    def per_example(head, h, t):
+        weight = head.weight + h.mean() * 0
+        return Liger.apply(h.flatten(0, 1), weight, t.flatten(), head.bias)[0]
+
+    assert "head.weight takes part in the operation 'add'" in refused(per_example)
+
+
+def test_a_function_that_is_described_wrongly_is_refused():
+    Wrong = fused(lambda x, w, t: F.cross_entropy(F.linear(x, w), t), "Wrong")
+
+    @inrun.register_function(Wrong)
+    def describe(x, w, t):  # a sum
+        return inrun.LinearLoss(x, w, t, [lambda z, t: F.cross_entropy(z, t, reduction="none")])
+
+    def loss(head, h, t):
+        return Wrong.apply(h.flatten(0, 1), head.weight, t.flatten())
+
+    torch.manual_seed(0)
+    with pytest.raises(inrun.CaptureError, match=r"do not add up.*concerned: head.weight\."):
+        trained(loss, Speaker(False))
+
+    @inrun.register_function(Wrong)
+    def describe_a_copy(x, w, t):
+        return inrun.LinearLoss(x.clone(), w, t, [])
+
+    with pytest.raises(inrun.CaptureError, match="changes the input"):
+        trained(loss, Speaker(False))
+
+
+def test_a_function_that_was_bound_before_is_not_seen():
+    """``loss = Function.apply`` at the import of a library."""
+    bound = Liger.apply
+
+    def loss(head, h, t):
+        return bound(h.flatten(0, 1), head.weight, t.flatten(), head.bias)[0]
+
+    with pytest.raises(inrun.CaptureError, match=r"head.*custom autograd function"):
+        trained(loss, Speaker(True))

@@ -1,4 +1,4 @@
-"""Lets the mode see registered autograd functions.
+"""Lets the mode see more: registered autograd functions, and what is inside some of torch's own.
 
 A ``TorchFunctionMode`` sees torch's functions, and not ``apply`` of a custom
 ``torch.autograd.Function``. While a batch is open, ``apply`` of those that inrun knows (TRL's and
@@ -16,10 +16,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from inrun.gradients.fused_libraries import FUNCTIONS
 from inrun.gradients.fused_loss import Describe, register_fused
+from inrun.torch_compat import composite, skip_code
 
 Function = type[torch.autograd.Function]
 
@@ -35,6 +37,9 @@ class Seen:
         if has_torch_function(args):  # a mode is on, or one of them is a tensor that overrides
             return handle_torch_function(self, args, *args, **kwargs)
         return self.original(*args, **kwargs)
+
+
+skip_code(Seen.__call__.__code__)  # torch.compile would decide once whether a mode is on
 
 
 class _Apply:
@@ -80,7 +85,7 @@ def seen_functions() -> Iterator[None]:
             if function not in _changed:
                 _changed[function] = vars(function).get("apply", _MISSING)
                 previous = inspect.getattr_static(function, "apply")
-                function.apply = _Apply(seen, previous)  # type: ignore[method-assign,assignment]
+                setattr(function, "apply", _Apply(seen, previous))  # noqa: B010
     try:
         yield
     finally:
@@ -91,7 +96,7 @@ def seen_functions() -> Iterator[None]:
                 if own is _MISSING:
                     del function.apply
                 else:
-                    function.apply = own
+                    setattr(function, "apply", own)  # noqa: B010
 
 
 def _find_libraries() -> None:
@@ -100,3 +105,15 @@ def _find_libraries() -> None:
         function = getattr(sys.modules.get(module), name, None)
         if function is not None and function not in _SEEN:
             register_function(function)(describe)
+
+
+def opened(func: Any) -> Any:
+    """A function that does what ``func`` does by operations that modes see; None: there is none."""
+    return _expanded if func is torch.functional.broadcast_tensors else composite(func)
+
+
+def _expanded(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """``torch.broadcast_tensors``, one tensor at a time: they do not meet. (``Normal(mean, std)``
+    calls it.)"""
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    return tuple(t.expand(shape) for t in tensors)

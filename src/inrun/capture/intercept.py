@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from inrun.capture.functions import opened
 from inrun.capture.inputs import Inputs
 from inrun.capture.memo import Key, Memo, Outcome
 from inrun.capture.micro_batch import Keeper, MicroBatch
@@ -166,7 +167,7 @@ class Interceptor:
         assert self.micro is not None
         self.micro.met = True
         rule = op_rule(func)
-        if rule is None and (body := composite(func)) is not None:
+        if rule is None and (body := opened(func)) is not None:
             self.opened.append(self.calls - 1)
             with self.mode:
                 return body(*args, **kwargs)

@@ -114,8 +114,10 @@ FUNCTIONS: dict[tuple[str, str], Describe] = {
     ("liger_kernel.ops", "LigerFusedLinearCrossEntropyFunction"): liger,
 }
 
-for name, describe in {
-    "linear_cross_entropy_batch_chunked.default": torch_chunked,
-    "linear_cross_entropy_batch_chunked_no_reduction.default": torch_chunked_tokens,
-}.items():
-    register_fused(name, describe)
+OPERATORS: dict[str, Describe] = {
+    "linear_cross_entropy_batch_chunked": torch_chunked,
+    "linear_cross_entropy_batch_chunked_no_reduction": torch_chunked_tokens,
+}
+for _name, _describe in OPERATORS.items():
+    register_fused(_name, _describe)
+    register_fused(f"{_name}.default", _describe)
