@@ -1,5 +1,6 @@
 """Losses fused with the head, of torch, TRL, Liger and one's own, against plain cross-entropy."""
 
+import importlib
 import sys
 import types
 
@@ -341,7 +342,7 @@ def test_a_frozen_head(name):
     assert all(close(rows[k], expected[k], 1e-9) for k in rows)
 
 
-def trained(loss, model, **options):
+def trained(loss, model, call=None, before=lambda run: None, **options):
     opt = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(2)
     ids, targets = torch.randint(0, V, (2, 4, T)), torch.randint(0, V, (2, 4, T))
@@ -351,9 +352,10 @@ def trained(loss, model, **options):
 
     run = inrun.watch(model, opt, validation=[(ids[1], targets[1])], loss=plain, **options)
     for _ in range(3):
+        before(run)
         with run.batch(ids=range(4)):
             opt.zero_grad()
-            model(ids[0], loss, targets[0]).backward()
+            (model if call is None else call)(ids[0], loss, targets[0]).backward()
         opt.step()
     return run
 
@@ -435,3 +437,44 @@ def test_a_function_that_was_bound_before_is_not_seen():
 
     with pytest.raises(inrun.CaptureError, match=r"head.*custom autograd function"):
         trained(loss, Speaker(True))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch.compile does
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("name", ["trl", "own", "torch-mean"])
+def test_in_a_compiled_model(name):
+    """Its function runs outside the graphs, and is seen there."""
+    if name == "torch-mean" and not hasattr(F, "linear_cross_entropy"):
+        pytest.skip("torch.nn.functional has it since 2.13")
+    loss, _, bias, _ = CASES[name].values
+    torch.manual_seed(0)
+    first, second = Speaker(bias), Speaker(bias)
+    second.load_state_dict(first.state_dict())
+    got = trained(loss, second, torch.compile(second, backend="eager"), training="fast")
+    torch._dynamo.reset()
+    expected = trained(loss, first, training="fast")
+    assert got.coverage().equals(expected.coverage())
+    assert close(
+        torch.tensor(got.values()["value"]), torch.tensor(expected.values()["value"]), 1e-9
+    )
+
+
+def test_the_check_of_a_step(capsys):
+    """Coalitions of the batch, from the records."""
+    checks = []
+    trained(of_trl()[0], Speaker(False), before=lambda run: checks.append(run.check()))
+    assert checks[-1].gradient_error < 1e-9
+    assert checks[-1].credit_error < 1e-9
+
+
+def test_trl_itself():
+    """Its own function on a CPU. It computes in float32, whatever it is given."""
+    pytest.importorskip("trl")
+    del sys.modules["trl.kernels.chunked_logprob"]
+    importlib.import_module("trl.kernels.chunked_logprob")
+    p, logits = problems(*of_trl(spread=0.2, cap=2.0, scale=0.7, heat=1.3), True, True, 4)
+    expected = reference_rows(logits)
+    for form in ("ghost", "materialise"):
+        _, micro = captured(p, form=form)
+        rows = gradients_of(micro)
+        assert all(close(rows[k], g, 1e-5) for k, g in expected.items())
