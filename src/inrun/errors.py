@@ -130,7 +130,8 @@ def unseen_function(name: str, names: Sequence[str]) -> CaptureError:
     return CaptureError(
         f"parameter {', '.join(sorted(names)[:5])} goes through the custom autograd function "
         f"'{function}' before it meets an example, and inrun does not know its derivative. {loha}"
-        "Write the function with torch's own operations, or leave the parameter out with "
+        "Write the function with torch's own operations (a loss fused with its head: describe it, "
+        "see inrun.register_function), or leave the parameter out with "
         f"watch(..., ignore={sorted(names)[:5]!r})."
     )
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import inrun
-from inrun.ledger.records import MemoryLedger
+from inrun.ledger.entries import MemoryLedger
 from inrun.validation.targets import Batches
 
 

@@ -3,6 +3,7 @@
 What happens where:
 
     intercept.py    sees every call of a torch function
+    functions.py    shows it registered autograd functions, too
     inputs.py       finds the batch among the model's inputs
     outputs.py      derives what an operation's outputs are made of
     provenance.py   knows what each tensor is made of
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from inrun.capture.compiled.backend import Backend
+from inrun.capture.functions import seen_functions
 from inrun.capture.inputs import Inputs
 from inrun.capture.intercept import Interceptor
 from inrun.capture.memo import Memo
@@ -103,6 +105,7 @@ class Capture:
             with (
                 self.blocks.undone_if_it_fails(),
                 self.backend.stance(),
+                seen_functions(),
                 self.inputs.batch(),
                 self.interceptor.mode,
             ):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from inrun.capture.functions import opened
 from inrun.capture.inputs import Inputs
 from inrun.capture.memo import Key, Memo, Outcome
 from inrun.capture.micro_batch import Keeper, MicroBatch
@@ -26,6 +27,7 @@ from inrun.capture.provenance import OUTSIDE, PAIRS, Origin, any_batched, has_ro
 from inrun.capture.site import Site, Taps, has_pure_form, rows_of
 from inrun.errors import nested, refusal, transformed
 from inrun.gradients import op_rule
+from inrun.gradients.call import Place
 from inrun.gradients.nodes import Node
 from inrun.tensors.arguments import flatten
 from inrun.tensors.autocast import current
@@ -169,10 +171,13 @@ class Interceptor:
         """Nodes meet batched tensors: analyse and run the operation, and tap its output."""
         assert self.micro is not None
         self.micro.met = True
-        if op_rule(func) is None and (body := composite(func)) is not None:
+        rule = op_rule(func)
+        if rule is None and (body := opened(func)) is not None:
             self.opened.append(self.calls - 1)
             with self.mode:
                 return body(*args, **kwargs)
+        if rule is not None and rule.place is not None:
+            return self._run_fused_loss(func, args, kwargs, rule.place)
         leaves, spec = flatten(args, kwargs)
         nodes, batched = self.provenance.operands(leaves)
         claims = {c: name_of(func) for x in batched if x is not None for c in x.claims}
@@ -204,6 +209,38 @@ class Interceptor:
             self.provenance.note(out, PAIRS)
         return out
 
+    def _run_fused_loss(self, func: Any, args: Any, kwargs: Any, place: Place) -> Any:
+        """A loss and its head in one operation: run it, and tap each output that has a gradient."""
+        assert self.micro is not None
+        leaves, spec = flatten(args, kwargs)
+        nodes, batched = self.provenance.operands(leaves)
+        site = self.taps.site(func, leaves, spec, nodes, batched, self.provenance.B, self.micro)
+        given, saved = site.arguments(leaves)
+        call = site.call.with_(leaves=saved)
+        if self.memo is None:
+            raise refusal(call, [], "a fused loss is not scored inside a compiled graph")
+        try:
+            layout, outputs = place(call)
+        except NotImplementedError as e:
+            raise refusal(call, [], str(e)) from None
+        if layout is None:
+            origins = self.provenance.find_all(tensors_in(leaves))
+            by = [f" since '{x.by}'" for x in origins if isinstance(x, Lost)]
+            why = "the examples cannot be told apart in its input" + "".join(by[:1])
+            raise refusal(call, [], why)
+        if isinstance(layout, Layout):
+            self.micro.claims.update(dict.fromkeys(layout.claims, call.name))
+        out = _run(func, given, site)
+        self.outputs.note_batched(func, args, kwargs, out)
+        parts = list(out) if isinstance(out, tuple) else [out]
+        for i, part in enumerate(parts[:outputs]):
+            if part is not None and (part.requires_grad or site.detached):
+                own = call.with_(part=i, shape=part.shape, layout=layout)
+                # The function may have saved its output, and the tap counts as writing to it.
+                parts[i] = self._tap(part.clone(), replace(site, call=own), leaves, saved)
+                self.provenance.note(parts[i], self.provenance.find(part))
+        return tuple(parts) if isinstance(out, tuple) else parts[0]
+
     def _run_known_site(self, func: Any, args: Any, kwargs: Any, site: Site) -> Any:
         """Run the operation of a site in the memo, and tap its output."""
         leaves = (*args, *kwargs.values())
@@ -226,11 +263,13 @@ class Interceptor:
         return self._tap(out, site, leaves, saved)
 
     def _placed(
-        self, site: Site, func: Any, args: Any, kwargs: Any, out: Tensor, saved: Sequence[Any]
-    ) -> Site:
+        self, site: Site, func: Any, args: Any, kwargs: Any, out: Tensor, saved: Sequence[Any],
+        result: Any = None,
+    ) -> Site:  # fmt: skip
         """The site with the layout and shape of its output; refuses it if that has no layout."""
         self.outputs.by_content = False
-        origin = self.outputs.derive(func, args, kwargs, out, out)
+        result = out if result is None else result
+        origin = self.outputs.derive(func, args, kwargs, out, result)
         if not has_rows(origin):
             why = "the examples cannot be told apart in its output"
             if isinstance(origin, Lost) and origin.by != name_of(func):
@@ -262,16 +301,21 @@ class Interceptor:
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """The same for an operation with several outputs."""
         assert self.micro is not None
-        call = site.call.with_(leaves=saved)
         if self.memo is None:
-            raise refusal(call, outs, "it has several outputs inside a compiled graph")
-        placed = [self._placed(call, func, args, kwargs, out) for out in outs]
+            why = "it has several outputs inside a compiled graph"
+            raise refusal(site.call.with_(leaves=saved), outs, why)
+        placed = [self._placed(site, func, args, kwargs, out, saved, outs) for out in outs]
         if saved_tensors_hooks():
             self._expect_recomputation()
-        outs, call = self.taps.tap_several(outs, site, placed[0], self.receive)
+        first = placed[0]
+        assert first.origin is not None
+        positions = self.micro.positions(first.origin, first.call.B, outs[0].device)
+        call = first.call.with_(leaves=saved, positions=positions)
+        outs, call = self.taps.tap_several(outs, site, call, self.receive)
         self.micro.met, self.micro.autocast = True, call.autocast
         for out, own in zip(outs, placed, strict=True):
-            self.provenance.note(out, own.layout)
+            assert own.origin is not None
+            self.provenance.note(out, own.origin)
         return outs
 
     def _write_parameter(self, func: Any, args: Any, batched: bool) -> None:

@@ -1,6 +1,15 @@
 """Rules for the operations in which parameters take part, one file per family."""
 
-from inrun.gradients import attention, conv, elementwise, embedding, linear, norm, recurrent
+from inrun.gradients import (
+    attention,
+    conv,
+    elementwise,
+    embedding,
+    fused_libraries,
+    linear,
+    norm,
+    recurrent,
+)
 from inrun.gradients.call import Call, Form, OpRule, op_rule, register_op, replay
 from inrun.gradients.records import Dense, Record
 
@@ -14,6 +23,7 @@ __all__ = [
     "conv",
     "elementwise",
     "embedding",
+    "fused_libraries",
     "linear",
     "norm",
     "op_rule",

@@ -50,6 +50,7 @@ class Call:
     blocks: Blocks | None = None  # memory for per-example gradients
     kept: tuple[Tensor, ...] = ()  # what the rule asked for of autograd's own (``OpRule.kept``)
     positions: Positions | None = None  # whose the B rows are, where these are not the examples
+    part: int = 0  # δ is the gradient of this one of several outputs
 
     def with_(self, **changed: Any) -> Call:
         """The same with some fields changed (``dataclasses.replace``, ten times as fast)."""
@@ -124,6 +125,7 @@ class Call:
 
 
 RuleFunction = Callable[[Call, Tensor], Iterator[tuple[Any, Record]]]
+Place = Callable[[Call], "tuple[Layout | Spread | None, int]"]
 
 
 class Sizes(NamedTuple):
@@ -151,6 +153,10 @@ class OpRule:
 
     ``several``: an operation that returns a tuple gives its rule a tuple, δ of each output (None
     where the loss does not depend on one). Without it such an operation is refused.
+
+    ``place`` is for functions whose output may be the same for all examples (a loss) or several
+    tensors. It gives the layout of the argument that holds the examples, which is all that the rule
+    needs (None: they cannot be told apart there), and how many of the outputs have a gradient.
     """
 
     records: RuleFunction
@@ -159,6 +165,7 @@ class OpRule:
     sizes: Callable[[Call], Sizes | None] | None = None
     kept: tuple[str, ...] = ()
     several: bool = False
+    place: Place | None = None
 
     def settled(self, call: Call, fast: bool, directions: int) -> Call:
         """The call with its form chosen, where that was left to us.
@@ -208,6 +215,11 @@ def register_op(
         return rule
 
     return decorate
+
+
+def register_rule(func: Any, rule: OpRule) -> None:
+    """The same as a function, for a rule that is there already."""
+    _RULES[func] = rule
 
 
 def op_rule(func: Callable[..., Any]) -> OpRule | None:

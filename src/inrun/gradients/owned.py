@@ -79,15 +79,15 @@ class Owned(Record):
     def _by_row(self, positions: Positions) -> Tensor:
         """The sum of the positions of each row: one product per row, of the other positions
         nothing is taken."""
-        delta = getattr(self.record, "delta", None)
-        if delta is None:
+        field = next((k for k in ("delta", "scale") if hasattr(self.record, k)), None)
+        if field is None:
             return positions.added(self.record.rows())
-        N, found = len(positions.owner), []
         if isinstance(self.record, Pair) and positions.owner.is_cpu:
             return _segments(self.record, positions)
+        N, found, delta = len(positions.owner), [], getattr(self.record, field)
         for k in range(positions.rows):
             mine = (positions.owner == k).view(-1, *[1] * (delta.ndim - 1))
-            record = replace(self.record, delta=delta * mine)  # type: ignore[call-arg]
+            record: Record = replace(self.record, **{field: delta * mine})
             found.append(record.some_groups(0, [N])[0])
         return torch.stack(found)
 

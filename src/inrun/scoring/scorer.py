@@ -227,8 +227,9 @@ class Scorer:
         if unseen:
             raise CaptureError(
                 f"parameter {', '.join(unseen[:5])} received a gradient, but no operation of it "
-                "was seen inside run.batch(ids): it is used in a custom autograd function, or "
-                f"outside the with block. Leave it out with watch(..., ignore={unseen[:5]!r})."
+                "was seen inside run.batch(ids): it is used in a custom autograd function (for a "
+                "loss fused with its head see inrun.register_function), or outside the with "
+                f"block. Leave it out with watch(..., ignore={unseen[:5]!r})."
             )
 
     # 2. Update map

@@ -385,10 +385,10 @@ _RULES: dict[str, Rule] = {
 }  # fmt: skip
 
 
-def register_layout(func: Callable[..., Any], rule: Rule) -> None:
+def register_layout(func: Callable[..., Any] | str, rule: Rule) -> None:
     """Say where an operation of your own leaves the examples.
 
     ``rule(func, args, kwargs, out, find)`` returns a :class:`Layout` or None; ``find(tensor)``
     gives the layout of an input.
     """
-    _RULES[name_of(func)] = rule
+    _RULES[func if isinstance(func, str) else name_of(func)] = rule

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
+from inrun.capture.functions import opened
 from inrun.capture.provenance import CONSTANT, Origin, Provenance, follows_rows
 from inrun.capture.site import Site
 from inrun.capture.tap import Tap, tapped
@@ -31,7 +32,6 @@ from inrun.torch_compat import (
     FakeTensor,
     FakeTensorMode,
     HigherOrderOperator,
-    composite,
 )
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class _InsertTaps(TorchFunctionMode):
             if index not in self.opened:
                 return func(*args, **kwargs)
             with self:
-                return composite(func)(*args, **kwargs)
+                return opened(func)(*args, **kwargs)
         site = tap.site
         leaves, spec = flatten(args, kwargs)
         given, saved = site.arguments(leaves)

@@ -19,6 +19,7 @@ from inrun.tensors.moving.indexing import written
 from inrun.tensors.moving.move import Move
 from inrun.tensors.operations import ALONG, ELEMENTWISE, REDUCTIONS, is_pointwise
 from inrun.tensors.owners import UnknownOwnerError
+from inrun.tensors.recurrent import CELLS, SEQUENCES
 
 __all__ = ["SUMS_PRODUCTS", "Move", "moved", "written"]
 
@@ -84,6 +85,8 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("pack_padded_sequence", "pad_packed_sequence"), products.packed),
     **dict.fromkeys(("grouped_mm", "grouped_mm_fallback"), products.grouped),
     **dict.fromkeys(("bincount", "histc"), lambda move: MIXED),
+    **dict.fromkeys(SEQUENCES, products.recurrent),
+    **dict.fromkeys(CELLS, products.cell),
     "stack": places.stack,
     "flip": places.flip, "fliplr": places.fixed_flip(1), "flipud": places.fixed_flip(0),
     "roll": places.roll,

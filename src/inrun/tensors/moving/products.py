@@ -10,6 +10,7 @@ from inrun.tensors.layout import MIXED, Kind, name_of, tensors_in
 from inrun.tensors.moving.move import Move, varying
 from inrun.tensors.moving.places import aligned
 from inrun.tensors.owners import NOBODY, UnknownOwnerError, expanded, together
+from inrun.tensors.recurrent import options
 
 # Sums and products
 
@@ -142,6 +143,27 @@ def cross_entropy(move: Move) -> Tensor:
     if m.ndim < 2 or m.shape[1] != 1:
         raise UnknownOwnerError
     return m.squeeze(1)
+
+
+def recurrent(move: Move) -> Tensor:
+    """``lstm`` and relatives: the output has the places of the input, a state [layers, N, H] those
+    of the sequences. Rows of packed data [R, I] begin with the first step of every sequence."""
+    x = move.first
+    m = move.find(x)
+    if m is None or m.shape[-1] != 1:
+        raise UnknownOwnerError
+    asked = options(lambda position, keyword: move.given(position, keyword))
+    output = tensors_in(move.result)[0] is move.out
+    if asked.packed:
+        return m if output else m[: move.out.shape[1], 0].view(1, -1, 1)
+    if x.ndim != 3 or m.shape[1 - asked.columns] != 1:
+        raise UnknownOwnerError
+    return m if output else m.flatten().view(1, -1, 1)
+
+
+def cell(move: Move) -> Tensor:
+    """One step of [N, I]: rows stay where they are."""
+    return together([m for _, m in move.maps(move.args[:2])], move.agree)
 
 
 def packed(move: Move) -> Tensor:
