@@ -101,6 +101,22 @@ def whole_contraction():
     return {"values": float((found[0] - found[1]).abs().max() / found[1].abs().max())}
 
 
+def other_default_device():
+    """What the kernel is told is made on the host, whatever torch's default device is."""
+    from inrun.scoring import contraction_kernel
+
+    torch.manual_seed(0)
+    rows = [torch.randn(3, *s) for s in SHAPES[1:]]  # sizes that are not cached yet
+    p = [r[0].clone() for r in rows]
+
+    def everything():
+        return contraction_kernel.contract(rows, p, [r[:2] for r in rows], None)[:, :3]
+
+    with torch.device("meta"):
+        found = everything()
+    return {"values": float(not torch.equal(found, everything()))}
+
+
 def main():
     from inrun import kernels
 

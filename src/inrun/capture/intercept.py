@@ -145,7 +145,10 @@ class Interceptor:
             cacheable = key is not None and not parametric and not self.outputs.by_content
             if self.memo is not None and key is not None and cacheable:
                 known = Outcome.of(out, self.provenance)
-                if known and not (in_place(func) and known.origins != origins[:1]):
+                written = in_place(func) and (
+                    type(origins[0]) is Lost or (known is not None and known.origins != origins[:1])
+                )
+                if known and not written:
                     self.memo.store(key, known)
         elif parametric:
             self.outputs.note_parametric(func, before, kwargs, out, planning=self.memo is None)
@@ -368,7 +371,7 @@ class Interceptor:
         origin = self.provenance.known(root) if isinstance(root, Tensor) else None
         if type(origin) is not Node or not root.requires_grad:
             return root
-        whole = Owners(torch.full([1] * root.ndim, NOBODY))
+        whole = Owners(torch.full([1] * root.ndim, NOBODY, device="cpu"))
         site = self.taps.root(root, origin, whole)
         return self._tap(root, site, (root,), (root.detach(),))
 

@@ -51,7 +51,11 @@ class MicroBatch:
             return None
         key = id(origin), rows
         if key not in self._positions:
-            flat = torch.arange(rows) if isinstance(origin, Layout) else origin.map.flatten()
+            flat = (
+                torch.arange(rows, device="cpu")
+                if isinstance(origin, Layout)
+                else origin.map.flatten()
+            )
             if self.owner is not None:
                 owner, flat = on_one_device(self.owner, flat)
                 flat = torch.where(flat < 0, flat, owner[flat.clamp(min=0)])

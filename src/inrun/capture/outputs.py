@@ -82,7 +82,7 @@ class Outputs:
         if found is None and PAIRS in origins:
             found = lost(name_of(func))
         if found is not None:
-            return found if out.ndim else MIXED
+            return found
         find = self.provenance.layout
         moved = any(type(x) is Owners and not x.data for x in origins)
         if not moved and not any(find(t) is not None for t in tensors):
@@ -190,7 +190,8 @@ class Outputs:
     def _note_in_place(self, t: Tensor, found: Origin) -> None:
         """A tensor is written to: others that share its memory now hold something else, too. What
         is the same for all examples moves none."""
-        if found == self.provenance.find(t) or isinstance(t, FakeTensor):
+        same = found == self.provenance.find(t) and not isinstance(found, Lost)
+        if same or isinstance(t, FakeTensor):
             return
         memory = t.untyped_storage().data_ptr()
         for other, origin in list(self.provenance.alive()):

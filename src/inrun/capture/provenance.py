@@ -304,7 +304,9 @@ class Provenance:
             return lost("a nested tensor")
         if self.slots is not None:
             if tuple(t.shape[: len(self.slots)]) == self.slots:
-                rows = torch.arange(self.B).view(*self.slots, *[1] * (t.ndim - len(self.slots)))
+                rows = torch.arange(self.B, device="cpu").view(
+                    *self.slots, *[1] * (t.ndim - len(self.slots))
+                )
                 return settled(Owners(rows, data=True), self.B)
         elif t.ndim > self.batch_dim and t.shape[self.batch_dim] == self.B:
             return Layout(self.batch_dim, data=True)

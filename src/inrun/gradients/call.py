@@ -275,7 +275,8 @@ def reduce_to(call: Call, full: Tensor, leaf: int) -> Record | None:
     if here >= 0 and W[here] == full.shape[call.layout.dim] != 1:
         if call.layout.outer * call.layout.inner != 1:
             return None
-        rows = call.split(full)
+        dim = call.layout.dim
+        rows = call.split(full).reshape(call.B, *full.shape[:dim], *full.shape[dim + 1 :])
         shape = W[:here] + W[here + 1 :]
         return Aligned(sum_to(rows, (call.B, *shape), missing), here)
     merged = call.layout.outer * call.layout.inner

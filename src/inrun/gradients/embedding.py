@@ -12,6 +12,7 @@ from torch import Tensor
 
 from inrun.gradients.call import Call, Sizes, register_op
 from inrun.gradients.records import Aligned, Dense, Lookup, Record, inner, wide_type
+from inrun.tensors.layout import Spread
 
 
 def _sizes(call: Call) -> Sizes:
@@ -151,6 +152,8 @@ def embedding_bag(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """``F.embedding_bag(ids, weight)``: [bags, T], or [R] with ``offsets``. The δ of a bag belongs
     to each of its tokens."""
     _refuse_bags(call)
+    if isinstance(call.layout, Spread):
+        raise NotImplementedError("its examples lie in several dimensions")
     weighted, table = call.node(8, "per_sample_weights"), call.node(1, "weight")
     if call.value(6, "mode", "mean") == "max":
         yield table, _chosen(call, delta)
@@ -174,6 +177,7 @@ def _looked_up(call: Call, tokens: _Tokens, d: Tensor) -> Record:
         bags = call.shape[0]
         ids = call.split(tokens.ids.view(bags, -1)).reshape(call.B, -1)
         return Lookup(ids, call.tokens(call.split(d.view(bags, -1, d.shape[-1]))), V)
+    assert not isinstance(call.layout, Spread)
     return Bags(tokens.ids, tokens.bag // call.layout.inner % call.B, d, V, call.B)
 
 
@@ -183,6 +187,7 @@ def _of_weights(call: Call, tokens: _Tokens, d: Tensor) -> Record:
     grads = (inner(W[tokens.ids], d) * tokens.factor).view(x.shape).to(wide_type(x.dtype))
     if call.B == 1:
         return Dense(grads[None])
+    assert not isinstance(call.layout, Spread)
     if x.ndim != 2 or call.layout.outer * call.layout.inner != 1:
         raise NotImplementedError("its per_sample_weights are made of parameters alone")
     return Aligned(grads, 0)

@@ -14,7 +14,8 @@ from inrun.gradients.records import Dense, Pair, Record, wide_type
 
 def _weight(call: Call, x: tuple[int, str], node: Any, d: Tensor, transposed: bool) -> Any:
     """``d`` is δ as [B, T, O]."""
-    a = call.tokens(call.rows(*x))
+    given = call.value(*x)
+    a = given[None, None] if given.ndim == 1 else call.tokens(call.rows(*x))
     if a.dtype != d.dtype:  # under autocast the operation saw a in δ's type
         a = a.to(d.dtype)
     pair = Pair(a, d, transposed)
@@ -59,7 +60,8 @@ def linear(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     if weight.ndim != 2:  # a vector: one output, which has no dimension of its own
         yield from replay(call, delta)
         return
-    d, outputs = call.tokens(call.split(delta)), weight.shape[0]
+    single = call.value(0, "input").ndim == 1  # the features of one example
+    d, outputs = delta[None, None] if single else call.tokens(call.split(delta)), weight.shape[0]
     whole = d.shape[2] == outputs  # δ may have more: ``padded``
     if (W := call.node(1, "weight")) is not None:
         node, record = _weight(call, (0, "input"), W, d, transposed=False)
@@ -99,16 +101,16 @@ def matmul(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     if W is None or not call.batched(0, "input") or call.value(1, "other").ndim != 2:
         yield from replay(call, delta)
     else:
-        yield _weight(call, (0, "input"), W, call.tokens(call.split(delta)), transposed=True)
+        single = call.value(0, "input").ndim == 1
+        d = delta[None, None] if single else call.tokens(call.split(delta))
+        yield _weight(call, (0, "input"), W, d, transposed=True)
 
 
 @register_op("grouped_mm", "grouped_mm_fallback")
 def grouped_mm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """x [N, I] times W [E, I, O], rows sorted by the matrix that each takes (experts): linear in
     W, so the operation itself is the derivative."""
-    leaf = 1
-    if call.nodes[leaf] is None or any(
-        n is not None for i, n in enumerate(call.nodes) if i != leaf
-    ):
+    first, weight, *rest = call.nodes
+    if weight is None or any(node is not None for node in (first, *rest)):
         raise NotImplementedError("a parameter is not its second argument")
-    yield call.nodes[leaf], replay_leaf(call, leaf, delta, linear=True)
+    yield weight, replay_leaf(call, 1, delta, linear=True)

@@ -68,7 +68,7 @@ class Owned(Record):
 
     def some_groups(self, first: int, sizes: Sequence[int]) -> Tensor:
         """Positions of examples outside the groups, and nobody's, are left out."""
-        group = torch.full((self.positions.rows,), len(sizes))
+        group = torch.full((self.positions.rows,), len(sizes), device="cpu")
         start = first
         for k, n in enumerate(sizes):
             group[start : start + n] = k

@@ -30,7 +30,14 @@ from inrun.tensors.layout import (
     name_of,
     tensors_in,
 )
-from inrun.tensors.operations import ALONG, ELEMENTWISE, REARRANGED, REDUCTIONS, is_pointwise
+from inrun.tensors.operations import (
+    ALONG,
+    ELEMENTWISE,
+    PICKS,
+    REARRANGED,
+    REDUCTIONS,
+    is_pointwise,
+)
 from inrun.tensors.recurrent import CELLS, SEQUENCES, cell_layout, sequence_layout
 from inrun.torch_compat import tree_map
 
@@ -52,7 +59,7 @@ def follow(
     ``find`` gives the layout of a batched tensor and None for any other.
     """
     if out.ndim == 0:
-        return MIXED
+        return lost(name_of(func)) if name_of(func) in PICKS else MIXED
     if "input" in kwargs:  # wherever it is given, it is the first argument
         args = (kwargs["input"], *args)
         kwargs = {k: x for k, x in kwargs.items() if k != "input"}

@@ -46,6 +46,13 @@ REARRANGED = (
     "glu", "multinomial",
 )  # fmt: skip
 
+# Operations of which an output without dimensions may be one number of a tensor, not of all of it.
+PICKS = frozenset((
+    "getitem", "select", "unbind", "split", "chunk", "squeeze", "view", "reshape", "view_as",
+    "reshape_as", "clone", "detach", "contiguous", "to", "type_as", "float", "double", "half",
+    "bfloat16",
+))  # fmt: skip
+
 # The argument that names the dimensions, and what holds without it (None: all of them).
 ALONG: dict[str, tuple[int, Any]] = {
     "flip": (1, None), "roll": (2, None), "sort": (1, -1), "argsort": (1, -1), "topk": (2, -1),

@@ -52,7 +52,7 @@ class Owners:
 
 def of_layout(layout: Layout, ndim: int, B: int) -> Tensor:
     """The map of a tensor that has this layout: [1, …, outer · B · inner, …, 1]."""
-    examples = torch.arange(B).repeat_interleave(layout.inner).repeat(layout.outer)
+    examples = torch.arange(B, device="cpu").repeat_interleave(layout.inner).repeat(layout.outer)
     return examples.view([-1 if d == layout.dim else 1 for d in range(ndim)])
 
 
@@ -83,7 +83,7 @@ def _in_order(entries: Tensor, B: int) -> tuple[int, int] | None:
     if n % (inner * B):
         return None
     outer = n // (inner * B)
-    expected = torch.arange(B).repeat_interleave(inner).repeat(outer)
+    expected = torch.arange(B, device="cpu").repeat_interleave(inner).repeat(outer)
     return (outer, inner) if torch.equal(entries, expected) else None
 
 

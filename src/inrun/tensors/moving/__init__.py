@@ -17,8 +17,8 @@ from inrun.tensors.layout import MIXED, Kind, name_of
 from inrun.tensors.moving import indexing, places, products
 from inrun.tensors.moving.indexing import written
 from inrun.tensors.moving.move import Move
-from inrun.tensors.operations import ALONG, ELEMENTWISE, REDUCTIONS, is_pointwise
-from inrun.tensors.owners import UnknownOwnerError
+from inrun.tensors.operations import ALONG, ELEMENTWISE, PICKS, REDUCTIONS, is_pointwise
+from inrun.tensors.owners import UnknownOwnerError, together
 from inrun.tensors.recurrent import CELLS, SEQUENCES
 
 __all__ = ["SUMS_PRODUCTS", "Move", "moved", "written"]
@@ -32,9 +32,11 @@ SUMS_PRODUCTS = frozenset((
 
 def moved(move: Move) -> Tensor | Kind:
     """The map of the output of an operation."""
-    if move.out.ndim == 0:
-        return MIXED
     name = name_of(move.func)
+    if move.out.ndim == 0 and name not in PICKS:
+        maps = [m for _, m in move.maps(move.args, move.kwargs)]
+        alone = all(m.numel() == 1 for m in maps)  # all numbers are one example's
+        return together([m.view(()) for m in maps], move.agree) if alone else MIXED
     rule = _RULES.get(name) or (places.aligned if is_pointwise(name) else None)
     if rule is None:
         raise UnknownOwnerError
@@ -87,6 +89,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("bincount", "histc"), lambda move: MIXED),
     **dict.fromkeys(SEQUENCES, products.recurrent),
     **dict.fromkeys(CELLS, products.cell),
+    "copy": places.copied,
     "stack": places.stack,
     "flip": places.flip, "fliplr": places.fixed_flip(1), "flipud": places.fixed_flip(0),
     "roll": places.roll,

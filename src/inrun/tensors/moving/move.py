@@ -48,7 +48,7 @@ class Move:
         found = self.find(t)
         if found is None and not self.constant(t):
             raise UnknownOwnerError
-        return torch.full([1] * t.ndim, NOBODY) if found is None else found
+        return torch.full([1] * t.ndim, NOBODY, device="cpu") if found is None else found
 
     def agree(self, a: Tensor, b: Tensor) -> Tensor:
         """The one map of two, whose entries must belong to the same example or one of them to

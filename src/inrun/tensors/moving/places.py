@@ -28,6 +28,14 @@ def aligned(move: Move) -> Tensor | Kind:
     return together(maps, move.agree)
 
 
+def copied(move: Move) -> Tensor:
+    """``x.copy_(y)``: nothing is left of what was there."""
+    source = move.given(1, "src", "other")
+    if (m := move.find(source)) is None:
+        raise UnknownOwnerError
+    return right(m, move.out.ndim)
+
+
 def where(move: Move) -> Tensor | Kind:
     if len(move.args) + len(move.kwargs) > 1:
         return aligned(move)
