@@ -44,8 +44,11 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
+    found: Any
     if name == "__version__":
         found = _version()
+    elif name == "packing":
+        found = import_module("inrun.packing")
     elif name in _PLACES:
         found = getattr(import_module(f"inrun.{_PLACES[name]}"), name)
     else:
@@ -87,6 +90,7 @@ __all__ = [
     "by_label",
     "log",
     "open",
+    "packing",
     "register_function",
     "register_layout",
     "register_op",

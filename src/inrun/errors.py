@@ -12,9 +12,8 @@ if TYPE_CHECKING:
 
 
 OWNERS = (
-    "Rows that belong to examples by an index (the nodes of a graph batch, packed sequences, "
-    "flattened tokens) need owners, which are not supported yet: give each example a row of its "
-    "own, padded where need be."
+    "Where examples have no row of their own (packed sequences, flattened tokens, the nodes of a "
+    "graph batch), say whose each position is with run.batch(ids, owner=...)."
 )
 
 
@@ -38,9 +37,8 @@ def refusal(call: Call, outs: Sequence[Tensor], why: str) -> CaptureError:
         f"parameter {', '.join(names)} takes part in the operation '{call.name}' "
         f"(inputs of shape {inputs}, output {[tuple(t.shape) for t in outs]}), and {why}. "
         "If the batch dimension is not the first, pass watch(..., batch_dim=...). A constant that "
-        "is not part of the model should be one of its buffers (register_buffer), and a penalty on "
-        f"weights belongs into the optimizer's weight_decay: it has no example. {OWNERS} Otherwise "
-        "leave the "
+        f"is not part of the model should be one of its buffers (register_buffer). {OWNERS} "
+        "Otherwise leave the "
         f"parameter out with watch(..., ignore={names!r}), or teach inrun the operation with "
         "inrun.register_layout (where the examples are in its output) and inrun.register_op "
         "(docs/operations.md)."
@@ -144,6 +142,16 @@ def complex_parameters(names: Sequence[str]) -> CaptureError:
         "nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex(self.w) in forward(): "
         "torch's own optimizers treat a complex parameter as just these pairs, so the training is "
         "the same."
+    )
+
+
+def data_without_ids(names: Collection[str]) -> CaptureError:
+    """For a loss that depends on parameters through data that is not the batch."""
+    return CaptureError(
+        f"the loss depends on parameter {', '.join(sorted(names)[:3])} through data that is not "
+        "the batch of run.batch(ids): its rows have no ids, so what they do to the model would be "
+        "credited to nobody. Pass an id for every row (of all that the model is called with inside "
+        "the block), or detach this part of the loss."
     )
 
 

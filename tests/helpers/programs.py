@@ -862,7 +862,7 @@ def truths_for(program, x, seed=0):
 def claimed_owner(capture, t, B):
     """The example that each entry of a tensor belongs to as the capture sees it: integers of its
     shape, -1 for nobody. None if it does not say."""
-    info = capture.info(t)
+    info = capture.provenance.find(t)
     if hasattr(info, "map"):
         return info.map.detach().to("cpu", torch.long).expand(t.shape)
     if not hasattr(info, "outer") or info.data:

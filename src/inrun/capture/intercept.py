@@ -9,23 +9,23 @@ A call is one of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from inrun.capture.functions import opened
 from inrun.capture.inputs import Inputs
 from inrun.capture.memo import Key, Memo, Outcome
 from inrun.capture.micro_batch import Keeper, MicroBatch
+from inrun.capture.mode import Mode
 from inrun.capture.outputs import Outputs, halves
 from inrun.capture.provenance import OUTSIDE, PAIRS, Origin, any_batched, has_rows
 from inrun.capture.site import Site, Taps, has_pure_form, rows_of
-from inrun.errors import nested, refusal, transformed
+from inrun.errors import data_without_ids, nested, refusal, transformed
 from inrun.gradients import op_rule
 from inrun.gradients.call import Place
 from inrun.gradients.nodes import Node
@@ -37,9 +37,7 @@ from inrun.torch_compat import (
     base_of,
     composite,
     functorch_transforms_active,
-    get_eval_frame_callback,
     saved_tensors_hooks,
-    skip_code,
     tree_map,
     unwrapped,
 )
@@ -51,26 +49,6 @@ _PASSED_ON = {
 }  # fmt: skip
 _BACKWARD = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _LIKE = ("to", "type_as", "view_as", "reshape_as", "expand_as")  # use the other's type or shape
-
-
-class Mode(TorchFunctionMode):
-    """Hands each call to ``call``, unless it is paused."""
-
-    def __init__(self, call: Callable[[Any, Any, Any], Any]) -> None:
-        super().__init__()
-        self.paused, self.call = False, call
-        # Where torch.compile starts in the middle of eager code, our own is no part of a graph.
-        self.hidden = torch.compiler.disable(call)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # torch.compile traces through here; its graph reaches us in compiled/backend.py
-        if torch.compiler.is_dynamo_compiling() or self.paused:
-            return func(*args, **(kwargs or {}))
-        call = self.call if get_eval_frame_callback() is None else self.hidden
-        return call(func, args, kwargs or {})
-
-
-skip_code(Mode.__torch_function__.__code__)
 
 
 class Interceptor:
@@ -369,8 +347,10 @@ class Interceptor:
         belongs to no example. Tapped, so that its gradient is known."""
         assert self.micro is not None
         origin = self.provenance.known(root) if isinstance(root, Tensor) else None
-        if type(origin) is not Node or not root.requires_grad:
+        if type(origin) is not Node or not root.requires_grad or not self.micro.met:
             return root
+        if origin.data:
+            raise data_without_ids(origin.roots)
         whole = Owners(torch.full([1] * root.ndim, NOBODY, device="cpu"))
         site = self.taps.root(root, origin, whole)
         return self._tap(root, site, (root,), (root.detach(),))

@@ -43,6 +43,11 @@ class MicroBatch:
     _by_root: dict[str, list[Node]] | None = field(default=None, repr=False)
     _counted: int = 0
 
+    @property
+    def columns(self) -> int:
+        """Numbers of a product with the records: one per example, and one for nobody's part."""
+        return self.B + self.nobody
+
     def positions(
         self, origin: Layout | Owners, rows: int, device: torch.device
     ) -> Positions | None:

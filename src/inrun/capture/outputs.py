@@ -252,6 +252,8 @@ class Outputs:
         leaves, spec = flatten(args, kwargs)
         same, writes = [id(x) for x in leaves], in_place(func) and torch.is_grad_enabled()
         made: list[Any] | None = None
+        operands = self.provenance.find_all(x for x in leaves if isinstance(x, Tensor))
+        outside = any(x is OUTSIDE or has_rows(x) for x in operands)
         for i, t in enumerate(tree_flatten(out)[0]):
             if not isinstance(t, Tensor) or (id(t) in same and not writes):
                 continue  # ``W.to(same type)`` is W, and so is ``W.clamp_(...)`` under no_grad
@@ -261,7 +263,7 @@ class Outputs:
             made = made or [self._kept(x, planning) for x in leaves]
             index = None if isinstance(out, Tensor) else i
             pure = getattr(torch, name, func) if writes else func
-            node = Node.derived(pure, made, spec, index, name, t.device.type)
+            node = Node.derived(pure, made, spec, index, name, t.device.type, outside)
             self.provenance.note(t, node)
 
     def _kept(self, x: Any, planning: bool) -> Any:

@@ -178,7 +178,7 @@ def per_example(params: Mapping[str, Tensor], micros: Sequence[MicroBatch]) -> d
                 for k, g in pull_back(node, record.rows()).items():
                     p = params[k]
                     rows.setdefault(k, p.new_zeros((total, *p.shape)))
-                    rows[k][start : start + micro.B] += g.to(p.device, p.dtype)
+                    rows[k][start : start + micro.B] += g[: micro.B].to(p.device, p.dtype)
         start += micro.B
     return rows
 

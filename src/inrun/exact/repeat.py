@@ -179,6 +179,8 @@ def rows_alone(
     for batch, micro in zip(batches, micros, strict=True):
         if not batch.calls:
             raise UnrepeatableError("the model itself was not called inside run.batch")
+        if micro.owner is not None:
+            raise UnrepeatableError("examples without a row of their own cannot be run alone")
         batch.settle()
         here = slice(start, start + micro.B)
         for call in batch.calls:

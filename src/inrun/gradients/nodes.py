@@ -40,6 +40,7 @@ class Node:
     index: int | None = None  # which of several results
     roots: frozenset[str] = field(default_factory=frozenset)
     autocast: Autocast | None = None  # as it ran
+    data: bool = False  # made with data of the loop that is not the batch
 
     @staticmethod
     def parameter(name: str, param: Tensor) -> Node:
@@ -47,13 +48,15 @@ class Node:
 
     @staticmethod
     def derived(
-        func: Any, leaves: list[Any], spec: Spec, index: int | None, op: str, device: str
-    ) -> Node:
+        func: Any, leaves: list[Any], spec: Spec, index: int | None, op: str, device: str,
+        data: bool = False,
+    ) -> Node:  # fmt: skip
         """``leaves`` hold nodes where the operation had parametric operands."""
         roots = frozenset().union(*(x.roots for x in leaves if isinstance(x, Node)))
         name = f"{op}({', '.join(sorted(roots))})"
         kept = tuple(x.detach() if isinstance(x, Tensor) else x for x in leaves)
-        return Node(name, None, func, kept, spec, index, roots, current(device))
+        data = data or any(isinstance(x, Node) and x.data for x in leaves)
+        return Node(name, None, func, kept, spec, index, roots, current(device), data)
 
     def constants(self) -> Iterator[Tensor]:
         """The tensors that it is made of beside parameters."""

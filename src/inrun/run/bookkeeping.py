@@ -71,6 +71,26 @@ def as_ids(ids: Any, kind: type | None) -> tuple[np.ndarray, type]:
     return kept, kind
 
 
+def as_owner(owner: Any, examples: int) -> Tensor | None:
+    """``owner`` of ``run.batch``, checked as far as that needs no wait for a device."""
+    if owner is None:
+        return None
+    owner = torch.as_tensor(owner)
+    if owner.ndim == 0 or not owner.numel() or owner.is_floating_point() or owner.is_complex():
+        raise BatchError(
+            f"owner must hold integers of the leading dimensions of the model's inputs, but it is "
+            f"{owner.dtype} of shape {tuple(owner.shape)}. inrun.packing makes it from "
+            "cu_seqlens, position_ids or seq_idx"
+        )
+    if owner.is_cpu and not -1 <= int(owner.min()) <= int(owner.max()) < examples:
+        raise BatchError(
+            f"owner holds numbers from {int(owner.min())} to {int(owner.max())}, but there are "
+            f"{examples} ids: owner[...] = k stands for ids[k], from 0 to {examples - 1}, and -1 "
+            "for nobody"
+        )
+    return owner.detach().long()
+
+
 def _integers(ids: Any) -> np.ndarray | None:
     """Ids as int64 if they are a one-dimensional integer array (the usual case); else None."""
     if isinstance(ids, Tensor) and str(ids.dtype).startswith(("torch.int", "torch.uint")):

@@ -36,6 +36,7 @@ from inrun.run.bookkeeping import (
     Tally,
     UnscoredParameters,
     as_ids,
+    as_owner,
     modules_of,
     trainable,
 )
@@ -114,8 +115,17 @@ class Run(Summary, RunTables):
     # The training loop's side
 
     @contextmanager
-    def batch(self, ids: Sequence[int] | Sequence[str] | np.ndarray | Tensor) -> Iterator[None]:
+    def batch(
+        self,
+        ids: Sequence[int] | Sequence[str] | np.ndarray | Tensor,
+        owner: Tensor | None = None,
+    ) -> Iterator[None]:
         """Around the forward and backward pass of one batch: ``ids`` names its examples, in order.
+
+        Row k of the model's input belongs to ``ids[k]``, unless ``owner`` says otherwise: integers
+        of the leading dimensions of the inputs, [R, T] for packed rows, [N] for flattened tokens
+        or the nodes of graphs. ``owner[r, t] = k``: this position belongs to ``ids[k]``; −1: to
+        nobody. ``inrun.packing`` makes it from the usual descriptions of packed batches.
 
         Several batches before one ``optimizer.step()`` are gradient accumulation. An id may occur
         more than once; its values add up.
@@ -125,6 +135,7 @@ class Run(Summary, RunTables):
         if self._capture.live is not None:
             raise BatchError("run.batch inside run.batch: one batch at a time")
         array, self._id_type = as_ids(ids, self._id_type)
+        owner = as_owner(owner, len(array))
         self._depth = 0  # a step that raised did not count down
         self._give_up_step()
         self._rescan()
@@ -136,7 +147,7 @@ class Run(Summary, RunTables):
             return
         held, self._memory.batches = self._memory.held, len(self._micros)
         try:
-            with self._noting_calls(), self._capture.batch(len(array)) as micro:
+            with self._noting_calls(), self._capture.batch(len(array), owner) as micro:
                 yield
         except BaseException:
             self._memory.held = held

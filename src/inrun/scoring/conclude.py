@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inrun.capture.micro_batch import MicroBatch
 from inrun.ledger.entries import Audit
 from inrun.scoring.taken import Prediction
 
@@ -44,7 +45,19 @@ class Begun:
     prediction: Prediction
     flags: dict[str, Tensor]  # by reason: if one is up, the step is void
     losses: list[np.ndarray]  # audited: before the step and without the batch
+    columns: np.ndarray  # the example of each column of the values, −1 for nobody's
     wait: bool  # fetch the values right after the step instead of during the next one
+
+
+def owned_columns(micros: Sequence[MicroBatch]) -> np.ndarray:
+    """The example of each column of the values of a step; −1 for what belongs to nobody."""
+    found, start = list[np.ndarray](), 0
+    for m in micros:
+        found.append(np.arange(start, start + m.B))
+        start += m.B
+        if m.nobody:
+            found.append(np.array([-1]))
+    return np.concatenate(found)
 
 
 class Pending:
@@ -97,13 +110,13 @@ class Conclusion:
 
     def of(
         self, step: int, audit: Audit | None, tolerance: float, advice: dict[str, str],
-        *, values: np.ndarray, expected: np.ndarray, losses: np.ndarray, finite: np.ndarray,
-        missed: np.ndarray, flags: np.ndarray,
+        columns: np.ndarray, *, values: np.ndarray, expected: np.ndarray, losses: np.ndarray,
+        finite: np.ndarray, missed: np.ndarray, flags: np.ndarray,
     ) -> StepResult:  # fmt: skip
         """The result of a step from its numbers on the host.
 
-        ``advice`` says what to do by reason; ``flags`` are up or down in the same order, and one
-        that is up makes the step void.
+        ``columns`` says whose the columns of the values are, ``advice`` what to do by reason;
+        ``flags`` are up or down in the same order, and one that is up makes the step void.
         """
         if not finite:
             return StepResult(void=NOT_FINITE)
@@ -116,7 +129,7 @@ class Conclusion:
             if not np.isfinite(values[:, q]).all():
                 return StepResult(void=f"the values for '{target}' are not finite")
         if self.add_up(step, tolerance, values, expected):
-            return StepResult(values, None, audit, float(missed))
+            return StepResult(values[:, :, columns >= 0], None, audit, float(missed))
         return self.void(step, NOT_ADDING_UP, self.message)
 
     def add_up(self, step: int, tolerance: float, values: np.ndarray, expected: np.ndarray) -> bool:

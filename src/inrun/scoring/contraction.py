@@ -151,13 +151,14 @@ def _pieces(
 def contract(
     u: Mapping[str, Direction], G: Mapping[str, Tensor], micros: Sequence[MicroBatch]
 ) -> Products:
-    """⟨u_q, g_i⟩ of every example of the step [Q, B], and ⟨u_q, G⟩ [Q], in float64."""
+    """⟨u_q, g_i⟩ of every example of the step [Q, B], and ⟨u_q, G⟩ [Q], in float64. A micro-batch
+    of which a part belongs to nobody has a column more (``MicroBatch.columns``)."""
     some = next(iter(u.values())).v
     Q, device = len(some), some.device
     values, covered = [], set[str]()
     expected = torch.zeros(Q, dtype=torch.float64, device=device)
     for micro in micros:
-        total = torch.zeros(Q, micro.B, dtype=torch.float64, device=device)
+        total = torch.zeros(Q, micro.columns, dtype=torch.float64, device=device)
         dense: list[tuple[str, Tensor]] = []
         for node, records in micro.nodes(u.keys()):
             for record in records:
@@ -165,11 +166,12 @@ def contract(
                     rows = record.grads
                     dense.append((node.name, rows if rows.device == device else rows.to(device)))
                 else:
-                    total += _products(node, record.to(device), u)
+                    found = _products(node, record.to(device), u)
+                    total[:, : found.shape[1]] += found
         kinds: dict[Any, list[tuple[str, Tensor]]] = {}
         by_kernel = contraction_kernel.usable_rows([rows for _, rows in dense])
         for (k, rows), kernel in zip(dense, by_kernel, strict=True):
-            kind = kernel, rows.dtype, u[k].v.dtype, G[k].dtype
+            kind = kernel, len(rows), rows.dtype, u[k].v.dtype, G[k].dtype
             kinds.setdefault(kind, []).append((k, rows))
         for (kernel, *_), pairs in kinds.items():
             names = [k for k, _ in pairs]
@@ -178,7 +180,7 @@ def contract(
                 with_G = with_G and kernels.usable([G[k] for k in names])
             products = _kernel_products if kernel else joined_products
             found = products(pairs, u, G if with_G else None)
-            total += found[:, :-1]
+            total[:, : found.shape[1] - 1] += found[:, :-1]
             if with_G:
                 expected += found[:, -1]
                 covered.update(names)

@@ -39,7 +39,15 @@ from inrun.ledger.entries import Audit
 from inrun.optimizers import rule_for
 from inrun.optimizers.base import LinearMap, Scale, has_own_rule
 from inrun.scoring.clipping import Clipping, ClippingWatch, Unrecognised
-from inrun.scoring.conclude import NOT_FINITE, OTHER_STEP, Begun, Conclusion, Pending, StepResult
+from inrun.scoring.conclude import (
+    NOT_FINITE,
+    OTHER_STEP,
+    Begun,
+    Conclusion,
+    Pending,
+    StepResult,
+    owned_columns,
+)
 from inrun.scoring.contraction import Direction, cancelling, components, contract, group_values
 from inrun.scoring.estimators import MAPS, POINTS, Estimator
 from inrun.scoring.path import ParamStep, Path, PathBuffers, param_steps
@@ -53,6 +61,7 @@ from inrun.validation.validator import Validator
 # Context of the stage of this name. A benchmark puts its stopwatch here (bench/stopwatch.py).
 stage: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
+MIXED_UP = "Say whose each row is with run.batch(ids, owner=...), or keep these rows apart"
 _ADVICE = {
     CHANGED: "Clipping and unscaling are recognised from the next step on",
     BEFORE: "Call optimizer.zero_grad() before the first batch of a step, and every backward() "
@@ -121,7 +130,7 @@ class Scorer:
         path = Path(step.moved, self._buffers)
         prediction = predict(step.moved, path, None if all_coordinates else self._views)
         maps = self._maps(step, path)
-        numbers = self._numbers(step, len(ids))
+        numbers = self._numbers(step, sum(m.columns for m in micros))
         losses, measured = numbers["losses"], list[np.ndarray]()
         self.validator.autocast = micros[-1].autocast
         self.validator.draw()
@@ -132,13 +141,17 @@ class Scorer:
             if not self.conclusion.verified:
                 self._refuse_sums(step, numbers)
             if check is not None:
-                self._check(check, step, ids, numbers["values"][0], clipping)
+                own = numbers["values"][0][:, torch.from_numpy(owned_columns(micros) >= 0)]
+                self._check(check, step, ids, own, clipping)
             if audit:
                 for point in (None, 0.0):
                     with path.weights(point):
                         measured.append(np.array(self.validator.losses()))
         wait = not losses.is_cuda or all_coordinates or check is not None
-        return Begun(number, numbers, step.tolerance, prediction, step.flags, measured, wait)
+        columns = owned_columns(micros)
+        return Begun(
+            number, numbers, step.tolerance, prediction, step.flags, measured, columns, wait
+        )
 
     def finish(self, begun: Begun) -> StepResult | Pending:
         """Stages 6 and 7: the result, or one whose values are still on the device."""
@@ -150,9 +163,11 @@ class Scorer:
         like = begun.numbers["values"]
         flags = [*begun.flags.values(), begun.prediction.off()]
         begun.numbers["flags"] = torch.stack([f.to(like) for f in flags])
-        advice = {k: _ADVICE[k] for k in begun.flags}
+        advice = {k: _ADVICE.get(k, MIXED_UP) for k in begun.flags}
         advice[OTHER_STEP] = begun.prediction.likely_cause(self._borrowed_by)
-        conclude = partial(self.conclusion.of, begun.step, audit, begun.tolerance, advice)
+        conclude = partial(
+            self.conclusion.of, begun.step, audit, begun.tolerance, advice, begun.columns
+        )
         pending = Pending(begun.numbers, conclude)
         if not begun.wait:
             return pending
@@ -188,6 +203,7 @@ class Scorer:
         for reason, flag in found.flags.items():
             if flag.device.type == "cpu" and bool(flag):
                 return self.conclusion.void(number, reason, _ADVICE[reason])
+        found.flags.update(_doubts(micros))
         C = self._recognised(found, g, micros)
         if isinstance(C, Unrecognised):
             return self.conclusion.void(number, C.void, C.advice)
@@ -265,8 +281,9 @@ class Scorer:
     # 3. and 4. Validation and contraction
 
     def _numbers(self, step: Step, B: int) -> dict[str, Tensor]:
-        """What travels to the host at the end: values [E, Q, B], their expected sums [E, Q] and the
-        losses [Q], all still 0; whether the gradient is finite; the uncredited part."""
+        """What travels to the host at the end: values [E, Q, B] (with a column for nobody's part),
+        their expected sums [E, Q] and the losses [Q], all still 0; whether the gradient is finite;
+        the uncredited part."""
         like = step.moved[step.places[0]].g
         values = like.new_zeros((len(self.estimators), len(self.targets), B), dtype=torch.float64)
         expected, losses = values.new_zeros(values.shape[:2]), values.new_zeros(values.shape[1])
@@ -354,6 +371,14 @@ class Scorer:
             self.params, self.model, self.optimizer,
             lambda: float(np.mean(self.validator.losses())), clipping.function(),
         )  # fmt: skip
+
+
+def _doubts(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
+    """By reason, a flag on the device: is it up, the owners of an operation's operands differ."""
+    found: dict[str, list[Tensor]] = {}
+    for name, flag in (doubt for m in micros for doubt in m.doubts):
+        found.setdefault(f"rows of different examples meet in '{name}'", []).append(flag)
+    return {reason: torch.stack(flags).any() for reason, flags in found.items()}
 
 
 def _finite(tensors: list[Tensor]) -> Tensor:
