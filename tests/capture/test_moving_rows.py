@@ -22,7 +22,6 @@ B = T = E = 4
 IN, H, OUT = 6, 5, 3
 ORDER = [2, 0, 3, 1]
 P = torch.tensor(ORDER)
-OWNERS = True  # True: the cases of MUST_WORK have to work
 
 CASES = {}  # name: (model, inputs that hold one row per example, inputs that all share)
 
@@ -521,21 +520,6 @@ WORKS = [
 ]  # fmt: skip
 
 
-# Cases that are wrong today.
-WRONG = {
-    "written through a view": "the whole keeps its layout",
-    "a row written through a view": "the whole keeps its layout",
-    "a number of each example, in another order": "a number of one example is taken for mixed",
-    "parameter with a row for each state": "RuntimeError: examples are not in dimension 0",
-}
-
-
-def known(name):
-    reason = WRONG.get(name)
-    mark = pytest.mark.xfail(strict=True, reason=reason, raises=(AssertionError, RuntimeError))
-    return pytest.param(name, marks=[mark] if reason else [])
-
-
 def given(name):
     """Model and inputs, and how many of these hold one row per example."""
     forward, shapes, shared = CASES[name]
@@ -555,7 +539,7 @@ def loss_of(model, batch):
 
 
 def truth(model, batch, rows):
-    """Gradients of each example: [B, *W] for each parameter."""
+    """Gradients of each example, and of what belongs to none: [B + 1, *W] for each parameter."""
     with torch.no_grad():
         before = terms(model, batch)
         owned = []
@@ -566,6 +550,7 @@ def truth(model, batch, rows):
                     t[i] += 1e-7 * (0.5 + torch.rand(t[i].shape))
             owned.append(terms(model, changed) != before)
     assert (sum(owned) <= 1).all(), "not a case of rows that move: examples are mixed"
+    owned.append(~sum(owned).bool())
     each = terms(model, batch) / B
     params = list(model.parameters())
     found = [
@@ -593,13 +578,13 @@ def check(name, **options):
     model, batch, rows = given(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     gradients = truth(model, batch, rows)
-    expected = reference.values(model, optimizer, gradients, lambda m: loss_of(m, batch))
+    expected = reference.values(model, optimizer, gradients, lambda m: loss_of(m, batch))[:B]
     got = valued(model, batch, **options)
     assert np.allclose(got, expected, rtol=1e-9, atol=1e-12), (got, expected)
 
 
 @pytest.mark.parametrize("training", ["bitwise", "fast"])
-@pytest.mark.parametrize("name", [known(n) for n in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_values_are_right_or_the_model_is_refused_by_name(name, training):
     try:
         check(name, training=training)
@@ -608,13 +593,9 @@ def test_values_are_right_or_the_model_is_refused_by_name(name, training):
         assert "operation '" in message or "meets it in '" in message or "since '" in message
 
 
-refused_today = pytest.mark.xfail(strict=True, raises=inrun.CaptureError)
-must_work = [pytest.param(n, marks=[] if OWNERS else [refused_today]) for n in MUST_WORK]
-
-
 @pytest.mark.parametrize("training", ["bitwise", "fast"])
 @pytest.mark.parametrize("form", ["ghost", "materialise"])
-@pytest.mark.parametrize("name", [*WORKS, *must_work])
+@pytest.mark.parametrize("name", [*WORKS, *MUST_WORK])
 def test_values_are_right(name, form, training):
     check(name, form=form, training=training)
 

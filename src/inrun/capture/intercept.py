@@ -165,6 +165,12 @@ class Interceptor:
         self.micro.claims.update(claims)
         if any(isinstance(x, Tensor) and x.is_nested for x in leaves):
             raise nested([n for n in nodes if n is not None])
+        if any(isinstance(x, Owners) and not x.map.numel() for x in batched):  # an empty expert
+            for node in (n for n in nodes if n is not None):
+                self.micro.records.setdefault(node, [])
+            out = func(*args, **kwargs)
+            self.outputs.note_batched(func, args, kwargs, out)
+            return out
         rows = self.provenance.B
         site = self.taps.site(func, leaves, spec, nodes, batched, rows, self.micro)
         given, saved = site.arguments(leaves)

@@ -95,7 +95,7 @@ class Outputs:
                 return layout
             if name_of(func) in SUMS_PRODUCTS and self.provenance.slots is None:
                 return layout
-        return self._moved(Move(func, args, kwargs, result, out, *self._ways(func)), origins)
+        return self._moved(Move(func, args, kwargs, result, out, *self._ways(func)))
 
     def _ways(self, func: Any) -> tuple[Any, Any, Any, Tensor | None]:
         """How a ``Move`` finds owner maps and constants, where it leaves doubts, and whose rows
@@ -109,7 +109,7 @@ class Outputs:
 
         return self.provenance.owners, constant, doubt, self.provenance.owner
 
-    def _moved(self, move: Move, origins: Sequence[Origin]) -> Layout | Owners | Kind:
+    def _moved(self, move: Move) -> Layout | Owners | Kind:
         """The same by owner maps: rows have moved, or move here."""
         by = name_of(move.func)
         if isinstance(move.out, FakeTensor):  # being planned: maps need data
@@ -125,9 +125,11 @@ class Outputs:
             self.by_content = self.by_content or move.content
         if isinstance(found, Kind):
             return found
-        rows = [x for x in origins if has_rows(x) and not x.data]
+        rows = [x for x in self.provenance.find_all(move.asked) if has_rows(x)]
         static = not move.content and all(type(x) is Layout or x.static for x in rows)  # type: ignore[union-attr]
         claims = frozenset[str]().union(*(x.claims for x in rows))
+        if move.beside and not all(x.claims for x in rows):
+            self.provenance.claims.prove(claims)
         claims = frozenset(self.provenance.claims.unproven(claims))
         return settled(Owners(found, static, claims=claims), self.provenance.B)
 
@@ -183,7 +185,7 @@ class Outputs:
             found = MIXED
         if isinstance(found, Lost) and found.by == "setitem" and has_rows(origin):
             move = Move(func, (target, index, value), {}, target, target, *self._ways(func))
-            found = self._moved(move, [own, origin])
+            found = self._moved(move)
         self._note_in_place(target, found)
         provenance.note(target, found)
 

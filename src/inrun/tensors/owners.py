@@ -77,7 +77,7 @@ def _in_order(entries: Tensor, B: int) -> tuple[int, int] | None:
     """(outer, inner) if the entries are all examples in their order, each ``inner`` times, and
     all that ``outer`` times."""
     n = len(entries)
-    if B < 2 or n % B or entries[0] != 0:
+    if not n or B < 2 or n % B or entries[0] != 0:
         return None
     inner = int((entries != 0).long().argmax())  # the first that is not example 0
     if n % (inner * B):

@@ -17,7 +17,7 @@ from inrun.tensors.owners import NOBODY, UnknownOwnerError, on_one_device
 class Move:
     """One operation and what is known of its tensors.
 
-    ``find`` gives the map of a tensor, None for one without examples, and raises
+    ``ask`` gives the map of a tensor, None for one without examples, and raises
     ``UnknownOwnerError`` for one whose owners are not known. ``content`` is set by a rule that has
     looked at what a tensor holds: the map may then be another in the next step.
     """
@@ -27,11 +27,13 @@ class Move:
     kwargs: dict[str, Any]
     result: Any
     out: Tensor
-    find: Callable[[Tensor], Tensor | None]
+    ask: Callable[[Tensor], Tensor | None]
     constant: Callable[[Tensor], bool]  # is a tensor made of neither examples nor parameters?
     doubt: Callable[[Tensor], None]  # is given a flag on a device: owners do not agree
     owner: Tensor | None = None  # the example of each row, where rows are not the examples
     content: bool = field(default=False)
+    asked: list[Tensor] = field(default_factory=list)  # tensors whose maps the rule has used
+    beside: bool = field(default=False)  # did it lay the rows of its operands beside each other?
 
     def given(self, position: int, *names: str, default: Any = None) -> Any:
         """An argument by position or keyword."""
@@ -42,6 +44,13 @@ class Move:
     @property
     def first(self) -> Tensor:
         return self.args[0] if self.args else next(iter(self.kwargs.values()))
+
+    def find(self, t: Tensor) -> Tensor | None:
+        """The map of a tensor; None for one without examples."""
+        found = self.ask(t)
+        if found is not None:
+            self.asked.append(t)
+        return found
 
     def map_of(self, t: Any) -> Tensor:
         """The map of a tensor; all nobody's if it is a constant."""

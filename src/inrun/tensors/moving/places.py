@@ -25,7 +25,9 @@ def aligned(move: Move) -> Tensor | Kind:
     maps = [right(m, move.out.ndim) for _, m in move.maps(move.args, move.kwargs)]
     if move.out.dtype == torch.bool and len({varying(m) for m in maps}) > 1:
         return MIXED  # a mask of pairs of positions
-    return together(maps, move.agree)
+    found = together(maps, move.agree)
+    move.beside = len(maps) > 1 and found.is_cpu
+    return found
 
 
 def copied(move: Move) -> Tensor:
@@ -61,7 +63,7 @@ def rows(move: Move) -> Tensor:
     return together(flat, move.agree).view([-1] + [1] * (move.out.ndim - 1))
 
 
-def along(move: Move) -> Tensor:
+def along(move: Move) -> Tensor | Kind:
     """``sort``, ``fft`` and friends: slots stay where they are, unless rows are sorted."""
     x, name = move.first, name_of(move.func)
     m = move.find(x)
@@ -73,6 +75,8 @@ def along(move: Move) -> Tensor:
     if name not in ("sort", "argsort", "topk") or len(dims) != 1:
         raise UnknownOwnerError
     chosen = move.result if isinstance(move.result, Tensor) else move.result[1]
+    if move.out is chosen:
+        return MIXED  # places in the order of all examples
     return gathered(move, m, x.shape, dims[0], chosen)
 
 
