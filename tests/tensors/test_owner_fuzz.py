@@ -27,7 +27,7 @@ from inrun.errors import BatchError, CaptureError
 from inrun.tensors.layout import MIXED, Layout
 
 FEW, MANY = 50, 3_000  # programs
-FOLLOWED = 0.7  # of the tensors that depend on one example at most: at least this share
+FOLLOWED = 0.94  # of the tensors that depend on one example at most: at least this share
 
 
 def judged(tally, program, capture, batch, truths, weights, text):

@@ -106,6 +106,8 @@ def gather(move: Move) -> Tensor:
         raise UnknownOwnerError
     if m is None:
         return move.map_of(i)
+    if name_of(move.func) == "take_along_dim":  # which repeats the index along other dimensions
+        i = i.expand(move.out.shape)
     return gathered(move, m, x.shape, dim % x.ndim, i)
 
 

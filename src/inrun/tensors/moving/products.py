@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from inrun.tensors.layout import MIXED, Kind, name_of, tensors_in
-from inrun.tensors.moving.move import Move, varying
+from inrun.tensors.moving.move import Move, bool_or, varying
 from inrun.tensors.moving.places import aligned
 from inrun.tensors.owners import NOBODY, UnknownOwnerError, expanded, together
 from inrun.tensors.recurrent import options
@@ -69,6 +69,9 @@ def contracted(move: Move) -> Tensor:
         first.append(m.permute(*order, *rest).reshape(sizes))
     if not first or (summed and len(first) > 1):
         raise UnknownOwnerError
+    mixing = summed or len({varying(m) for m in first}) > 1
+    if mixing and bool_or(first[0] < 0):  # rows of nobody's, made of others' numbers
+        raise UnknownOwnerError
     if len(first) > 1 and len({varying(m) for m in first}) > 1:
         return first[0]  # scores of queries and keys: a row is the query's
     return together(first, move.agree)
@@ -125,7 +128,7 @@ def grouped(move: Move) -> Tensor:
 def attention(move: Move) -> Tensor:
     """A row of the output belongs to the query."""
     m = move.find(move.given(0, "query"))
-    if m is None or m.shape[-1] != 1:
+    if m is None or m.shape[-1] != 1 or bool_or(m < 0):  # a query of nobody's takes others' values
         raise UnknownOwnerError
     return m
 
