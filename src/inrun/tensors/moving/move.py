@@ -61,8 +61,8 @@ class Move:
 
     def agree(self, a: Tensor, b: Tensor) -> Tensor:
         """The one map of two, whose entries must belong to the same example or one of them to
-        nobody."""
-        a, b = on_one_device(a, b)
+        nobody. One in host memory is preferred: what it says can be looked at."""
+        given, (a, b) = (a, b), on_one_device(a, b)
         same = (a == b) | (a < 0) | (b < 0)
         if self.owner is not None and not (same.is_cpu and bool(same.all())):
             self.content = True
@@ -71,7 +71,8 @@ class Move:
             self.doubt(~same.all())
         elif not bool(same.all()):
             raise UnknownOwnerError
-        return a if a.shape == same.shape and not bool_or(a < 0) else torch.maximum(a, b)
+        complete = [m for m in given if m.shape == same.shape and not bool_or(m < 0)]
+        return complete[0] if complete else torch.maximum(a, b)
 
     def examples(self, m: Tensor) -> Tensor:
         """The map with examples in the place of rows."""
