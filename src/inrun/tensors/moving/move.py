@@ -71,8 +71,8 @@ class Move:
             self.doubt(~same.all())
         elif not bool(same.all()):
             raise UnknownOwnerError
-        complete = [m for m in given if m.shape == same.shape and not bool_or(m < 0)]
-        return complete[0] if complete else torch.maximum(a, b)
+        complete = [m for m in given if not bool_or(m < 0)]  # says it all: the other agrees
+        return min(complete, key=Tensor.numel) if complete else torch.maximum(a, b)
 
     def examples(self, m: Tensor) -> Tensor:
         """The map with examples in the place of rows."""
