@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -277,6 +277,9 @@ class Validator:
                 self._random.seeded(0),
                 as_it_was(self.autocast),
                 uncached(),
+                _without_cudnn()
+                if any(isinstance(m, nn.RNNBase) for m in modules)
+                else nullcontext(),
             ):
                 # a reentrant checkpoint warns so when a loss is measured without gradients
                 warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
@@ -296,6 +299,16 @@ class Validator:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for t in self.targets:
             t.load_state_dict(state[t.name])
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """cuDNN's recurrent layers have no gradient in evaluation mode; torch's own have."""
+    before, torch.backends.cudnn.enabled = torch.backends.cudnn.enabled, False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
 
 
 def _set_training(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
