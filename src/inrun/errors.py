@@ -155,8 +155,17 @@ def data_without_ids(names: Collection[str]) -> CaptureError:
     )
 
 
-def nothing_recorded(B: int, batch_dim: int, shapes: Sequence[tuple[int, ...]]) -> BatchError:
-    """For a batch without records. ``shapes``: the inputs, if no parameter met an example."""
+def nothing_recorded(
+    B: int, batch_dim: int, owner: tuple[int, ...] | None, shapes: Sequence[tuple[int, ...]]
+) -> BatchError:
+    """For a batch without records. ``shapes``: the inputs, if no parameter met an example;
+    ``owner``: the shape of owner=."""
+    if shapes and owner is not None:
+        return BatchError(
+            f"owner has shape {owner}, but no tensor that entered the model has these leading "
+            f"dimensions; shapes seen: {list(shapes[:4])}. owner[r, t] = k says that position t of "
+            "row r of the model's inputs belongs to ids[k] (of inputs without rows: owner[t])."
+        )
     if shapes:
         return BatchError(
             f"run.batch got {B} ids, but no tensor that entered the model has size {B} in "

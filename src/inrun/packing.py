@@ -29,6 +29,11 @@ def from_cu_seqlens(cu_seqlens: Tensor, shape: Sequence[int] | None = None) -> T
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be one-dimensional with one "
             "entry more than there are documents, beginning with 0."
         )
+    if cu_seqlens.is_cpu and (int(cu_seqlens[0]) != 0 or bool((cu_seqlens.diff() < 0).any())):
+        raise BatchError(
+            f"cu_seqlens must begin with 0 and grow: [0, n_1, n_1 + n_2, …], but it is "
+            f"{cu_seqlens[:4].tolist()}…"
+        )
     size = (int(cu_seqlens[-1]),) if shape is None else tuple(shape)
     N = torch.Size(size).numel()
     ends = cu_seqlens[1:].contiguous()

@@ -187,6 +187,18 @@ def of_own(moved):
     return loss, lambda z, t: F.cross_entropy(z.flatten(0, 1), t.flatten())
 
 
+def turned(pair):
+    """Rows in the other order, targets with them."""
+    loss, plain = pair
+    return lambda head, h, t: loss(head, h.flip(0), t.flip(0)), plain
+
+
+def without_masked(pair):
+    """Only tokens that count reach the loss, as TRL does it on a GPU."""
+    loss, plain = pair
+    return lambda head, h, t: loss(head, h[t != -100], t[t != -100]), plain
+
+
 # loss, the same of logits, has the head a bias, are some tokens left out
 CASES = {
     "torch-mean": (*of_torch(), True, True),
@@ -202,6 +214,10 @@ CASES = {
     "liger-tokens": (*of_liger(None, -100, 0.0, 0.0, "none"), True, True),
     "liger-smooth-z-loss": (*of_liger(None, -100, 0.1, 0.2, "mean", 3.0), True, True),
     "liger-classes-z-loss": (*of_liger(CLASSES, -100, 0.1), False, True),
+    "liger-turned": (*turned(of_liger()), True, True),
+    "liger-without-masked": (*without_masked(of_liger()), True, True),
+    "trl-turned": (*turned(of_trl()), False, True),
+    "trl-without-masked": (*without_masked(of_trl()), True, True),
     "own": (*of_own(False), False, False),
     "own-tokens-first": (*of_own(True), False, False),
 }
@@ -388,10 +404,10 @@ def test_what_is_refused():
     assert "LigerFusedLinearCrossEntropyFunction" in unusual
     assert "it scales tokens by their probability" in unusual
 
-    def moved(head, h, t):
-        return of_liger()[0](head, h.flip(0), t)
+    def mixed(head, h, t):
+        return of_liger()[0](head, h + h.flip(0), t)
 
-    assert "the examples cannot be told apart in its input since 'flip'" in refused(moved)
+    assert "the examples cannot be told apart in its input since 'add'" in refused(mixed)
 
     def classes(head, h, t):
         return Liger.apply(h.flatten(0, 1), head.weight, t.flatten(), None, head.classes)[0]
@@ -400,10 +416,10 @@ def test_what_is_refused():
     assert "a parameter other than the head's" in refused(classes, False, classes=learned)
 
     def per_example(head, h, t):
-        weight = head.weight + h.mean() * 0
+        weight = head.weight + h[0].mean()
         return Liger.apply(h.flatten(0, 1), weight, t.flatten(), head.bias)[0]
 
-    assert "head.weight takes part in the operation 'add'" in refused(per_example)
+    assert "its head is not the same for all examples" in refused(per_example)
 
 
 def test_a_function_that_is_described_wrongly_is_refused():

@@ -13,7 +13,7 @@ from helpers.captures import captured, close, gradients_of, reference_rows, trai
 from helpers.zoo import Problem
 from inrun.capture.capture import Capture
 from inrun.gradients import Call
-from inrun.gradients.recurrent import by_owner, owned, recurrent, sorted_owner
+from inrun.gradients.recurrent import recurrent
 from inrun.tensors.arguments import flatten
 from inrun.tensors.layout import Layout, tensors_in
 
@@ -142,44 +142,6 @@ def test_cells(kind, bias, B):
     args = (torch.randn(B, D), hx, *m._flat_weights, *biases)
     weights = {**dict(m.named_parameters()), "h": h}
     check(getattr(torch, f"{kind}_cell"), args, weights, Layout(0), B, [column(0), column(0)])
-
-
-@pytest.mark.parametrize("options", ["plain", "both-ways", "deep-both-ways"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_sequences(kind, options):
-    """Rows come in the order of the packed data; examples are made of them by their owners."""
-    torch.manual_seed(1)
-    m, B = module(kind, **OPTIONS[options]), 4
-    lengths = torch.tensor([2, 5, 1, 3])
-    packed = pack_padded_sequence(torch.randn(B, T, D), lengths, True, enforce_sorted=False)
-    func, hx = getattr(torch, kind), states(m, B)
-    free = {f"state{i}": t.requires_grad_() for i, t in enumerate(tensors_in(hx))}
-    weights = {**dict(m.named_parameters()), **free}
-    args = arguments(m, packed.data, hx, packed.batch_sizes)
-    outs = func(*args)
-    deltas = [torch.randn_like(y) for y in outs]
-    order, steps = packed.sorted_indices, packed.batch_sizes.tolist()
-    owner = order[sorted_owner(steps)]
-    for form in ("ghost", "materialise"):
-        call = described(func, args, weights, Layout(0), B, form)
-        rows = summed(owned(call, deltas, owner))
-        for k in range(B):
-            mine = (owner == k).to(outs[0].dtype)[:, None]
-            place = order.tolist().index(k)
-            alone = [deltas[0] * mine, *(d * column(1)(d, place) for d in deltas[1:])]
-            grads = torch.autograd.grad(outs, list(weights.values()), alone, retain_graph=True)
-            for name, g in zip(weights, grads, strict=True):
-                assert close(rows[name][k], g, 1e-9), (name, form)
-    with pytest.raises(NotImplementedError, match="packed"):
-        summed(recurrent(call, deltas))
-
-
-def test_rows_of_nobody_and_of_two():
-    rows, lengths = torch.arange(1.0, 6.0)[:, None], [3, 2]
-    owner = torch.tensor([1, -1, 0, 1, -1])
-    assert by_owner(rows, lengths, owner, 3).squeeze(2).tolist() == [[3, 0], [1, 4], [0, 0]]
-    twice = torch.tensor([1, 1, 0, 1, -1])
-    assert by_owner(rows, lengths, twice, 3).isnan().all()
 
 
 V = 11
@@ -380,6 +342,113 @@ def test_frozen_weights_beside_trained_ones():
     agrees(Problem(model, (torch.randn(3, T, D),), 3, lambda m, b: m(b[0]), loss))
 
 
+LENGTHS = {True: [5, 5, 3, 2, 1], False: [2, 5, 1, 5, 3]}  # by enforce_sorted; T = B = 5
+
+
+class Packed(nn.Module):
+    """Sequences of different lengths without padding between them."""
+
+    def __init__(self, kind, reads, enforce_sorted, **options):
+        super().__init__()
+        self.embed, self.rnn = nn.Linear(D, D), module(kind, **options)
+        both = 2 if self.rnn.bidirectional else 1
+        self.head, self.reads = nn.Linear(H * both, 3), reads
+        self.enforce_sorted = enforce_sorted
+
+    def forward(self, x, lengths):
+        first = self.rnn.batch_first
+        x = torch.tanh(self.embed(x))
+        packed = pack_padded_sequence(
+            x if first else x.transpose(0, 1), lengths, first, self.enforce_sorted
+        )
+        out, state = self.rnn(packed)
+        if self.reads == "packed":
+            return self.head(out.data)  # in the order of the packed data
+        if self.reads == "padded":
+            padded, _ = pad_packed_sequence(out, batch_first=first)
+            return self.head(padded if first else padded.transpose(0, 1))
+        state = state[0] + state[1] if isinstance(state, tuple) else state
+        both = 2 if self.rnn.bidirectional else 1
+        return self.head(torch.cat(state[-both:].unbind(), -1))
+
+
+def packed_loss(model, x, lengths, weights):
+    """Every number counts as much as its example says, which packed data does not show."""
+    out = model(x, lengths)
+    if model.reads == "packed":
+        rows = pack_padded_sequence(
+            weights[:, None, None].expand(-1, int(max(lengths)), -1),
+            lengths,
+            True,
+            model.enforce_sorted,
+        ).data
+    elif model.reads == "padded":
+        inside = torch.arange(out.shape[1]) < torch.as_tensor(lengths)[:, None]
+        rows = (weights[:, None] * inside)[..., None]
+    else:
+        rows = weights[:, None]
+    return (out.pow(3) * rows).sum()
+
+
+@pytest.mark.parametrize("enforce_sorted", [True, False], ids=["sorted", "unsorted"])
+@pytest.mark.parametrize("reads", ["packed", "padded", "state"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("lstm", "plain"), ("lstm", "deep-both-ways"), ("gru", "batch-first"), ("gru", "both-ways"),
+     ("rnn_tanh", "deep"), ("rnn_relu", "no-bias")],
+)  # fmt: skip
+def test_packed_sequences_are_those_of_each_sequence_alone(kind, options, reads, enforce_sorted):
+    torch.manual_seed(1)
+    model = Packed(kind, reads, enforce_sorted, **OPTIONS[options])
+    B, lengths = T, LENGTHS[enforce_sorted]
+    x, weights = torch.randn(B, T, D), torch.linspace(0.5, 2.0, B)
+    expected = []
+    for k, n in enumerate(lengths):
+        model.zero_grad()
+        packed_loss(model, x[k : k + 1, :n], [n], weights[k : k + 1]).backward()
+        expected.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for form, fast in itertools.product(("ghost", "materialise"), (False, True)):
+        capture = Capture(model, trainable(model), form=form, fast=fast)
+        for _ in range(2):
+            model.zero_grad()
+            with capture.batch(B) as micro:
+                packed_loss(model, x, lengths, weights).backward()
+            rows = gradients_of(micro)
+            assert rows.keys() == expected[0].keys()
+            for name, p in model.named_parameters():
+                own = torch.stack([e[name] for e in expected])
+                assert close(rows[name][:B], own, 1e-9), (name, form, fast)
+                assert close(p.grad, own.sum(0), 1e-9), (name, form, fast)
+
+
+def test_lengths_of_packed_sequences_change_from_step_to_step():
+    model = Packed("gru", "padded", False, batch_first=True)
+    capture = Capture(model, trainable(model))
+    x, weights = torch.randn(4, T, D), torch.ones(4)
+    for lengths in ([2, 5, 1, 3], [5, 1, 3, 2], [2, 5, 1, 3], [4, 4, 4, 4]):
+        model.zero_grad()
+        with capture.batch(4) as micro:
+            packed_loss(model, x, lengths, weights).backward()
+        rows = gradients_of(micro)
+        for k, n in enumerate(lengths):
+            model.zero_grad()
+            packed_loss(model, x[k : k + 1, :n], [n], weights[k : k + 1]).backward()
+            for name, p in model.named_parameters():
+                assert close(rows[name][k], p.grad, 1e-9), (name, lengths)
+
+
+def test_training_with_packed_sequences_is_bit_for_bit_the_same():
+    model = Packed("lstm", "padded", False, bidirectional=True)
+    x, weights, lengths = torch.randn(4, T, D), torch.ones(4), [2, 5, 1, 3]
+    packed_loss(model, x, lengths, weights).backward()
+    alone = {k: w.grad.clone() for k, w in model.named_parameters()}
+    model.zero_grad()
+    with Capture(model, trainable(model)).batch(4):
+        packed_loss(model, x, lengths, weights).backward()
+    for k, w in model.named_parameters():
+        assert torch.equal(w.grad, alone[k]), k
+
+
 def test_one_packed_example():
     def packed(m, x):
         rows = pack_padded_sequence(x, [T - 1], batch_first=True)
@@ -408,9 +477,8 @@ REFUSED = {
     ),
     "examples are steps": (lambda m, x: m.rnn(x)[0], {}, "cannot be told apart"),
     "unbatched": (lambda m, x: m.rnn(x.mean(1))[0], {}, "cannot be told apart"),
-    "packed": (
-        lambda m, x: m.rnn(pack_padded_sequence(x, [T, *range(T, 1, -1)], True)).data, {},
-        "cannot be told apart",
+    "packed across examples": (
+        lambda m, x: m.rnn(pack_padded_sequence(x, [T] * T))[1][0], {}, "cannot be told apart",
     ),
 }  # fmt: skip
 

@@ -249,7 +249,7 @@ def graphs(*sizes):
 
 
 @pytest.mark.parametrize("labelled", [True, False])
-def test_a_batch_of_graphs_is_refused(labelled):
+def test_a_batch_of_graphs_without_owner_is_refused(labelled):
     model = GraphNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = inrun.watch(model, optimizer, validation=[graphs(2, 3)], loss=lambda m, g: m(g).sum())
@@ -261,7 +261,6 @@ def test_a_batch_of_graphs_is_refused(labelled):
     ):
         out = model(batch)
         (F.cross_entropy(out, labels) if labelled else out.square().sum()).backward()
-    assert "nodes of a graph batch" in str(caught.value) and "not supported yet" in str(
-        caught.value
-    )
-    assert "shape" in str(caught.value)
+    message = str(caught.value)
+    assert "nodes of a graph batch" in message and "run.batch(ids, owner=...)" in message
+    assert "shape" in message

@@ -112,7 +112,8 @@ class Capture:
                 yield micro
             if not micro.fired:
                 shapes = [] if micro.met else self.provenance.shapes
-                error = nothing_recorded(B, self.provenance.batch_dim, shapes)
+                dim, slots = self.provenance.batch_dim, self.provenance.slots
+                error = nothing_recorded(B, dim, slots, shapes)
                 self.on_empty(error, micro.backward)
         finally:
             self.interceptor.open(None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from inrun.tensors.layout import MIXED, Kind, name_of, tensors_in
@@ -158,10 +159,23 @@ def recurrent(move: Move) -> Tensor:
     asked = options(lambda position, keyword: move.given(position, keyword))
     output = tensors_in(move.result)[0] is move.out
     if asked.packed:
+        _one_owner_each(move, expanded(m, x.shape, [0]))
         return m if output else m[: move.out.shape[1], 0].view(1, -1, 1)
     if x.ndim != 3 or m.shape[1 - asked.columns] != 1:
         raise UnknownOwnerError
     return m if output else m.flatten().view(1, -1, 1)
+
+
+def _one_owner_each(move: Move, m: Tensor) -> None:
+    """All rows of a packed sequence must be one example's: a state is made of all of them."""
+    sizes = move.given(1, "batch_sizes").tolist()  # always in host memory
+    first = torch.cat([torch.arange(n, device="cpu") for n in sizes])
+    whose = move.examples(m[:, 0])
+    alike = (whose == whose[first.to(whose.device, non_blocking=True)]).all()
+    if not whose.is_cpu:
+        move.doubt(~alike)
+    elif not bool(alike):
+        raise UnknownOwnerError
 
 
 def cell(move: Move) -> Tensor:
@@ -169,12 +183,15 @@ def cell(move: Move) -> Tensor:
     return together([m for _, m in move.maps(move.args[:2])], move.agree)
 
 
-def packed(move: Move) -> Tensor:
-    """``pack_padded_sequence`` and back: the same on the map."""
+def packed(move: Move) -> Tensor | Kind:
+    """``pack_padded_sequence`` and back: the same on the map. Sizes of the steps (lengths of the
+    sequences) are no example's."""
     x = move.first
     m = move.find(x)
-    if m is None or move.out.ndim == 1:
+    if m is None:
         raise UnknownOwnerError
+    if move.out is not tensors_in(move.result)[0]:
+        return MIXED
     lead = 2 if name_of(move.func) == "pack_padded_sequence" else 1
     whole = expanded(m, x.shape, range(lead)).double()
     move.content = True
