@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from inrun.gradients.blocks import Blocks
-from inrun.gradients.derivative import along
+from inrun.tensors.derivative import jvp
 
 R = TypeVar("R", bound="Record")
 _CHOSEN = 2**26  # numbers
@@ -313,7 +313,7 @@ class Replay(Record):
         if self.linear:
             tangent = self.apply(u.to(self.value.dtype))
         else:
-            tangent = along(lambda w: self.apply(w[0]), [self.value], [u])
+            tangent = jvp(self.apply, [self.value], [u])
         return inner(self.split(tangent), self.delta)
 
     def rows(self) -> Tensor:
