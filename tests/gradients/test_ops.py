@@ -9,8 +9,9 @@ from helpers.captures import captured, close, gradients_of, reference_rows
 from helpers.zoo import Problem
 from inrun.capture.capture import Capture
 from inrun.errors import CaptureError
+from inrun.gradients.embedding import Lookup
 from inrun.gradients.nodes import _linear, directions
-from inrun.gradients.records import Dense, Lookup, Pair
+from inrun.gradients.records import Dense, Pair
 from inrun.tensors.derivative import VMAP_PAYS, each
 
 

@@ -192,7 +192,7 @@ class OpRule:
         return call.with_(form="materialise" if dense else "ghost")
 
 
-_RULES: dict[Any, OpRule] = {}
+_OP_RULES: dict[Any, OpRule] = {}
 
 
 def register_op(
@@ -211,7 +211,7 @@ def register_op(
 
     def decorate(rule: RuleFunction) -> RuleFunction:
         for func in funcs:
-            _RULES[func] = OpRule(rule, weight, vectors, sizes, kept, several)
+            _OP_RULES[func] = OpRule(rule, weight, vectors, sizes, kept, several)
         return rule
 
     return decorate
@@ -219,12 +219,12 @@ def register_op(
 
 def register_rule(func: Any, rule: OpRule) -> None:
     """The same as a function, for a rule that is there already."""
-    _RULES[func] = rule
+    _OP_RULES[func] = rule
 
 
 def op_rule(func: Callable[..., Any]) -> OpRule | None:
     """The rule of an operation: its own, or that of its name."""
-    return _RULES.get(func) or _RULES.get(name_of(func))
+    return _OP_RULES.get(func) or _OP_RULES.get(name_of(func))
 
 
 def operand(W: Tensor) -> tuple[torch.dtype, str]:

@@ -22,9 +22,10 @@ from inrun.capture.tap import Tap, tapped
 from inrun.errors import CaptureError
 from inrun.gradients import Call, Record
 from inrun.gradients.call import operand
+from inrun.gradients.embedding import Lookup
 from inrun.gradients.linear import padded
 from inrun.gradients.nodes import Node, value
-from inrun.gradients.records import Aligned, Dense, Lookup, Pair, short_by, wide_type
+from inrun.gradients.records import Aligned, Dense, Pair, short_by, wide_type
 from inrun.tensors.arguments import flatten
 from inrun.tensors.layout import name_of, tensors_in
 from inrun.torch_compat import (

@@ -37,7 +37,7 @@ def moved(move: Move) -> Tensor | Kind:
         maps = [m for _, m in move.maps(move.args, move.kwargs)]
         alone = all(m.numel() == 1 for m in maps)  # all numbers are one example's
         return together([m.view(()) for m in maps], move.agree) if alone else MIXED
-    rule = _RULES.get(name) or (places.aligned if is_pointwise(name) else None)
+    rule = _MOVE_RULES.get(name) or (places.aligned if is_pointwise(name) else None)
     if rule is None:
         raise UnknownOwnerError
     if "input" in move.kwargs:
@@ -51,8 +51,8 @@ def moved(move: Move) -> Tensor | Kind:
     return found
 
 
-Rule = Callable[[Move], "Tensor | Kind"]
-_RULES: dict[str, Rule] = {
+MoveRule = Callable[[Move], "Tensor | Kind"]
+_MOVE_RULES: dict[str, MoveRule] = {
     **dict.fromkeys(ELEMENTWISE, places.aligned),
     **dict.fromkeys(REDUCTIONS, products.reduced),
     **dict.fromkeys(ALONG, places.along),
