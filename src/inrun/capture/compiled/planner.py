@@ -15,18 +15,17 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from inrun.capture.functions import opened
+from inrun.capture.mode import opened
 from inrun.capture.provenance import CONSTANT, Origin, Provenance, follows_rows
 from inrun.capture.site import Site
 from inrun.capture.tap import Tap, tapped
 from inrun.errors import CaptureError
 from inrun.gradients import Call, Record
-from inrun.gradients.call import operand
+from inrun.gradients.call import flatten, operand
 from inrun.gradients.embedding import Lookup
 from inrun.gradients.linear import padded
 from inrun.gradients.nodes import Node, value
 from inrun.gradients.records import Aligned, Dense, Pair, short_by, wide_type
-from inrun.tensors.arguments import flatten
 from inrun.tensors.layout import name_of, tensors_in
 from inrun.torch_compat import (
     DisableTorchFunction,
