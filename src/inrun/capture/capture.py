@@ -16,10 +16,9 @@ What happens where:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,11 +121,6 @@ class Capture:
         """The parameters to score, from the next batch on."""
         self.provenance.watch(params)
         self.memo.clear()
-
-    def settle_claims(self, micros: Sequence[MicroBatch], validate: Callable[[], Any]) -> None:
-        """Refuse claims that parameters have met and nothing has proven; ``validate`` runs a
-        validation pass, which may prove them."""
-        self.inputs.settle_claims(micros, validate)
 
     def close(self) -> None:
         """Let go of the model and of memory."""

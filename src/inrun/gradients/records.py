@@ -178,7 +178,7 @@ class Pair(Record):
         return sizes[::-1] if self.transposed else sizes
 
     def dot(self, u: Tensor) -> Tensor:
-        a, delta = together(self.a, self.delta)
+        a, delta = in_one_type(self.a, self.delta)
         u = u.to(a.dtype)
         y = a @ (u if self.transposed else u.mT)
         return inner(y, delta)
@@ -190,7 +190,7 @@ class Pair(Record):
         return g if g.shape[1:] == (n, m) else g[:, :n, :m]
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        a, delta = together(self.a, self.delta)
+        a, delta = in_one_type(self.a, self.delta)
         a = a.conj().resolve_conj() if a.is_complex() else a
         return (a, delta) if self.transposed else (delta, a)
 
@@ -312,7 +312,7 @@ def short_by(features: int, dtype: torch.dtype, device: str) -> int:
     return -features % 8
 
 
-def together(a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+def in_one_type(a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """Both in one type for a product: float32 if either is float16, whose range is too small."""
     if a.dtype == delta.dtype != torch.float16:
         return a, delta

@@ -311,7 +311,7 @@ class Run(Summary, RunTables):
         if len(micros) == len(self._micros):
             check, self._check = self._check, None
             begun = self._scorer.begin(self.step, micros, ids, self._audited(), check)
-            self._capture.settle_claims(micros, self._validator.look)
+            self._capture.inputs.settle_claims(micros, self._validator.look)
         self._claim_ledger()
         entry = StepEntry(self.step, ids, None, lr, float(self.config.every))
         self._taking = entry, begun

@@ -3,8 +3,7 @@
 ``moved`` gives the map of an operation's output from those of its inputs, ``MIXED`` where the
 output is the same for all examples, and raises ``UnknownOwnerError`` where it cannot tell. Each
 rule is the operation itself, applied to the map. Numbers that are computed from several examples
-stay with the slot they are in (BatchNorm, attention, a softmax over the batch): a slot belongs to
-its owner.
+keep the owner of the place they are in (BatchNorm, attention, a softmax over the batch).
 """
 
 from __future__ import annotations
