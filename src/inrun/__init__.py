@@ -35,7 +35,7 @@ _PLACES = {
     "ValidationError": "errors",
     "by_label": "validation.targets",
     "log": "run.logging",
-    "register_function": "capture.functions",
+    "register_function": "capture.mode",
     "register_layout": "tensors.follow",
     "register_op": "gradients",
     "register_optimizer": "optimizers",

@@ -7,8 +7,8 @@ import inrun
 from helpers.captures import captured, close, gradients_of, reference_rows, trainable
 from helpers.zoo import ZOO
 from inrun.exact import reference
-from inrun.gradients.derivative import MANY
 from inrun.gradients.nodes import directions
+from inrun.tensors.derivative import VMAP_PAYS
 
 
 @pytest.mark.parametrize("fast", [False, True], ids=["bitwise", "fast"])
@@ -25,7 +25,7 @@ def test_per_example_gradients(name, form, fast):
     for k, p in trainable(problem.model).items():
         assert close(p.grad, expected[k].sum(0), 1e-9), k
 
-    for Q in (1, MANY):
+    for Q in (1, VMAP_PAYS):
         u = {
             k: torch.randn(Q, *p.shape, dtype=p.dtype) for k, p in trainable(problem.model).items()
         }

@@ -9,9 +9,10 @@ from helpers.captures import captured, close, gradients_of, reference_rows
 from helpers.zoo import Problem
 from inrun.capture.capture import Capture
 from inrun.errors import CaptureError
-from inrun.gradients.derivative import MANY, each
+from inrun.gradients.embedding import Lookup
 from inrun.gradients.nodes import _linear, directions
-from inrun.gradients.records import Dense, Lookup, Pair
+from inrun.gradients.records import Dense, Pair
+from inrun.tensors.derivative import VMAP_PAYS, each
 
 
 class Op(nn.Module):
@@ -292,7 +293,7 @@ def test_every_operation_gives_per_example_gradients(name, form, B):
             assert rows[k].shape == g.shape
             assert close(rows[k], g, 1e-9), (k, fast)
             assert close(p.model.get_parameter(k).grad, g.sum(0), 1e-9), (k, fast)
-        for Q in (1, MANY):
+        for Q in (1, VMAP_PAYS):
             u = {k: torch.randn(Q, *g[0].shape, dtype=g.dtype) for k, g in expected.items()}
             dots = sum(r.dots(directions(n, u)) for n, rs in micro.records.items() for r in rs)
             sums = sum(u[k].reshape(Q, -1) @ expected[k].reshape(B, -1).T for k in u)
@@ -404,7 +405,7 @@ def test_directions_of_tensors_made_of_a_parameter(made):
     _, micro = captured(p)
     (node,) = micro.records
     assert _linear(node) == (made not in ("looked up, short", "scaled", "squared"))
-    for Q in (2, MANY):
+    for Q in (2, VMAP_PAYS):
         u, w = torch.randn(Q, 4, 5).mT, p.model.w.detach()  # its numbers in another order
         before = u.clone()
         expected = torch.stack([torch.func.jvp(MADE[made], (w,), (x.contiguous(),))[1] for x in u])
@@ -500,7 +501,7 @@ def test_lookups_join_gradients_that_are_formed_anyway(dtype):
 
 
 def test_what_vmap_does_not_know_is_done_one_by_one():
-    rows = torch.randn(MANY, 3)
+    rows = torch.randn(VMAP_PAYS, 3)
 
     def known(x):
         return (float(x.sum()) * x,)  # asks for a number
@@ -513,7 +514,7 @@ def test_rows_that_are_alike_have_memory_of_their_own():
     def constant(x):
         return (torch.ones(2),)
 
-    (found,) = each(constant, [torch.randn(MANY, 3)], constant)
+    (found,) = each(constant, [torch.randn(VMAP_PAYS, 3)], constant)
     found[0] += 1
     assert found[:, 0].tolist() == [2, 1, 1, 1, 1]
 

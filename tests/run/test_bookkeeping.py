@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from inrun.run.bookkeeping import modules_of
+from inrun.run.coverage import modules_of
 from inrun.tensors.autocast import as_it_was, current, no_autocast
 
 

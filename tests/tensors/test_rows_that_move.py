@@ -485,7 +485,7 @@ def test_check_finds_values_of_the_wrong_example(p, monkeypatch, capsys):
     batch = torch.randn(B, 6), torch.randn(B, 3)
     model = twice(lambda h: h.flip(0), lambda h: h.flip(0))
     model.dropout.p = p
-    monkeypatch.setitem(follow._RULES, "flip", follow._first)
+    monkeypatch.setitem(follow._LAYOUT_RULES, "flip", follow._first)
     check = checked(model, mse, batch)
     assert check.credit_error > 0.1
     assert check.verdict.startswith("do not trust this run")
@@ -506,7 +506,7 @@ def test_check_says_that_credit_is_right(p, capsys):
 def test_check_does_not_vouch_for_what_it_cannot_repeat(monkeypatch, capsys):
     batch = torch.randn(B, 6), torch.randn(B, 3)
     model = Hidden(lambda h: h.flip(0))
-    monkeypatch.setitem(follow._RULES, "flip", follow._first)
+    monkeypatch.setitem(follow._LAYOUT_RULES, "flip", follow._first)
     check = checked(model, mse, batch)
     assert "change places" in check.unverified
     assert check.verdict.startswith("not verified")

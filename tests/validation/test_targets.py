@@ -13,7 +13,7 @@ from torch import nn
 import inrun
 from helpers.inside import are_joined
 from helpers.zoo import GPT, ZOO, V
-from inrun.gradients.records import Lookup
+from inrun.gradients.embedding import Lookup
 from inrun.scoring import contraction
 from inrun.validation.joining import Joining
 from inrun.validation.sweep import joined

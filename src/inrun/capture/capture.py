@@ -3,7 +3,7 @@
 What happens where:
 
     intercept.py    sees every call of a torch function
-    functions.py    shows it registered autograd functions, too
+    mode.py         the mode that hands calls over, of registered autograd functions too
     inputs.py       finds the batch among the model's inputs
     outputs.py      derives what an operation's outputs are made of
     provenance.py   knows what each tensor is made of
@@ -16,20 +16,19 @@ What happens where:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from inrun.capture.compiled.backend import Backend
-from inrun.capture.functions import seen_functions
 from inrun.capture.inputs import Inputs
 from inrun.capture.intercept import Interceptor
 from inrun.capture.memo import Memo
 from inrun.capture.micro_batch import Keeper, MicroBatch
+from inrun.capture.mode import seen_functions
 from inrun.capture.outputs import Outputs
 from inrun.capture.provenance import Provenance
 from inrun.capture.site import Taps
@@ -123,11 +122,6 @@ class Capture:
         """The parameters to score, from the next batch on."""
         self.provenance.watch(params)
         self.memo.clear()
-
-    def settle_claims(self, micros: Sequence[MicroBatch], validate: Callable[[], Any]) -> None:
-        """Refuse claims that parameters have met and nothing has proven; ``validate`` runs a
-        validation pass, which may prove them."""
-        self.inputs.settle_claims(micros, validate)
 
     def close(self) -> None:
         """Let go of the model and of memory."""

@@ -17,19 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inrun.capture.functions import opened
 from inrun.capture.inputs import Inputs
 from inrun.capture.memo import Key, Memo, Outcome
 from inrun.capture.micro_batch import Keeper, MicroBatch
-from inrun.capture.mode import Mode
+from inrun.capture.mode import Mode, opened
 from inrun.capture.outputs import Outputs, halves
 from inrun.capture.provenance import OUTSIDE, PAIRS, Origin, any_batched, has_rows
 from inrun.capture.site import Site, Taps, has_pure_form, rows_of
 from inrun.errors import data_without_ids, nested, refusal, transformed
 from inrun.gradients import op_rule
-from inrun.gradients.call import Place
+from inrun.gradients.call import Place, flatten
 from inrun.gradients.nodes import Node
-from inrun.tensors.arguments import flatten
 from inrun.tensors.autocast import current
 from inrun.tensors.layout import MIXED, Layout, Lost, in_place, name_of, tensors_in
 from inrun.tensors.owners import NOBODY, Owners

@@ -13,11 +13,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from inrun.capture.provenance import Origin, Provenance, has_rows
+from inrun.capture.provenance import Origin, Provenance, has_rows, lasts
 from inrun.capture.site import Site
 from inrun.gradients.nodes import Node
-from inrun.tensors.layout import Layout, tensors_in
-from inrun.tensors.owners import Owners
+from inrun.tensors.layout import tensors_in
 
 Key: TypeAlias = tuple[Any, ...]
 
@@ -40,7 +39,7 @@ class Outcome:
         if outs is None or any(t.is_nested for t in outs):  # these have no shape
             return None
         origins = provenance.find_all(outs)
-        if any(has_rows(x) and not _lasts(x) for x in origins):
+        if any(has_rows(x) and not lasts(x) for x in origins):
             return None
         return Outcome(origins, [t.shape for t in outs])
 
@@ -91,7 +90,7 @@ class Memo:
             for origin in self._provenance.find_all(tensors):
                 if type(origin) is Node and origin.param is None:
                     return None, None  # made anew in each step
-                if has_rows(origin) and (origin.data or not _lasts(origin)):
+                if has_rows(origin) and (origin.data or not lasts(origin)):
                     return None, None  # the call may show that it is the batch
                 key.append(id(origin))
             found = tuple(key)
@@ -108,11 +107,6 @@ class Memo:
 
     def clear(self) -> None:
         self._known.clear()
-
-
-def _lasts(origin: Layout | Owners) -> bool:
-    """Is it the same object in the next step?"""
-    return type(origin) is Layout or (type(origin) is Owners and origin.static)
 
 
 def _extend(key: list[Any], tensors: list[Tensor], values: Iterable[Any]) -> bool:

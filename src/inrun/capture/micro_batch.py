@@ -12,9 +12,9 @@ from torch import Tensor
 from inrun.errors import written_to
 from inrun.gradients import Call, Dense, Record
 from inrun.gradients.cost import MANY
+from inrun.gradients.embedding import Lookup
 from inrun.gradients.nodes import Node
 from inrun.gradients.owned import Positions, by_owner
-from inrun.gradients.records import Lookup
 from inrun.tensors.autocast import Autocast
 from inrun.tensors.layout import Layout
 from inrun.tensors.owners import Owners, on_one_device

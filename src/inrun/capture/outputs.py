@@ -31,9 +31,9 @@ from inrun.capture.provenance import (
 from inrun.capture.site import shape_of
 from inrun.errors import random_parameter, unseen_function
 from inrun.gradients import Call, Record
+from inrun.gradients.call import flatten
 from inrun.gradients.nodes import Node
 from inrun.gradients.records import Replay
-from inrun.tensors.arguments import flatten
 from inrun.tensors.follow import follow
 from inrun.tensors.indexing import written as written_layout
 from inrun.tensors.layout import MIXED, Kind, Layout, Lost, in_place, lost, name_of, tensors_in

@@ -60,6 +60,11 @@ def has_rows(origin: Origin | None) -> TypeGuard[Layout | Owners]:
     return type(origin) is Layout or type(origin) is Owners
 
 
+def lasts(origin: Layout | Owners) -> bool:
+    """Is it the same object in the next step?"""
+    return type(origin) is Layout or (type(origin) is Owners and origin.static)
+
+
 def follows_rows(origin: Origin) -> bool:
     """Is it made of the batch or of data with one entry per example?"""
     return type(origin) in (Layout, Owners, Lost) or origin is MIXED or origin is PAIRS
@@ -109,8 +114,8 @@ class Provenance:
     def new_batch(self, B: int, owner: Tensor | None = None) -> None:
         """Forget all tensors. A batch of B examples begins (0: none is open).
 
-        With ``owner``, a row is an entry of the leading dimensions of the model's inputs, which
-        ``owner`` has, too, and ``owner`` says whose it is.
+        With ``owner``, a row is a *slot*: an entry of the leading dimensions of the model's inputs,
+        which ``owner`` has, too; it says whose the slot is.
         """
         self.B = B if owner is None else owner.numel()
         self.slots = None if owner is None else tuple(owner.shape)

@@ -34,10 +34,9 @@ from inrun.capture.tap import (
 from inrun.errors import refusal
 from inrun.gradients import Call, Dense, Form, OpRule, Record, op_rule, replay
 from inrun.gradients.blocks import Blocks
-from inrun.gradients.call import RuleFunction
+from inrun.gradients.call import RuleFunction, Spec, present
 from inrun.gradients.nodes import Node
 from inrun.gradients.records import Aligned, wide_type
-from inrun.tensors.arguments import Spec, present
 from inrun.tensors.autocast import Autocast, current
 from inrun.tensors.layout import Layout, Spread, in_place, name_of, tensors_in
 from inrun.tensors.owners import Owners

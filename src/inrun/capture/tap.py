@@ -21,7 +21,7 @@ from torch import Tensor
 
 from inrun.errors import refusal
 from inrun.gradients import Call
-from inrun.tensors.arguments import present
+from inrun.gradients.call import present
 from inrun.tensors.autocast import no_autocast
 from inrun.torch_compat import (
     SAVES_OUTPUT,

@@ -16,12 +16,12 @@ from inrun.gradients.records import Record
 
 @register_op("scaled_dot_product_attention")
 def attention(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
-    """Replayed with the plain kernel: the fused ones cannot be differentiated forwards."""
+    """Replayed with torch's math kernel: the fused ones cannot be differentiated forwards."""
     if call.value(4, "dropout_p", 0.0) > 0:
         raise NotImplementedError("dropout on attention weights cannot be replayed")
-    yield from replay(replace(call, func=_plain), delta)
+    yield from replay(replace(call, func=_math_kernel), delta)
 
 
-def _plain(*args: Any, **kwargs: Any) -> Tensor:
+def _math_kernel(*args: Any, **kwargs: Any) -> Tensor:
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(*args, **kwargs)

@@ -7,7 +7,7 @@ which operand it is (see capture.py); records are in records.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -19,13 +19,78 @@ from inrun.gradients.again import run_again
 from inrun.gradients.blocks import Blocks
 from inrun.gradients.owned import Positions
 from inrun.gradients.records import Aligned, Dense, Record, Replay, wide_type
-from inrun.tensors.arguments import Spec
 from inrun.tensors.autocast import Autocast, as_it_was
-from inrun.tensors.layout import Layout, Spread, name_of, to_rows
+from inrun.tensors.layout import Layout, Spread, name_of, tensors_in, to_rows
+from inrun.torch_compat import TreeSpec, tree_flatten, tree_unflatten
 
 # "grouped": for gradients of groups of examples. Those of a product come as cheap from its ghost
 # form; elsewhere the smaller form.
 Form = Literal["auto", "ghost", "materialise", "grouped"]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How leaves become arguments again.
+
+    ``nested`` has, for each argument that is a container of tensors, where its leaves begin.
+    """
+
+    positional: int
+    keywords: tuple[str, ...]
+    nested: Mapping[int, tuple[int, TreeSpec]] | None = None
+
+    def unflatten(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        n = self.positional
+        if self.nested is not None:
+            leaves = [self._argument(i, leaves) for i in range(n + len(self.keywords))]
+        return tuple(leaves[:n]), dict(zip(self.keywords, leaves[n:], strict=True))
+
+    def argument(self, position: int, keyword: str) -> int | None:
+        """The number of the argument given by position or keyword; None if it was not given."""
+        if position < self.positional:
+            return position
+        if keyword in self.keywords:
+            return self.positional + self.keywords.index(keyword)
+        return None
+
+    def place(self, argument: int) -> Any:
+        """Its leaf, or its leaves in their container."""
+        return self._argument(argument, range(2**30))
+
+    def value(self, argument: int, leaves: Sequence[Any]) -> Any:
+        return leaves[argument] if self.nested is None else self._argument(argument, leaves)
+
+    def _argument(self, i: int, leaves: Sequence[Any]) -> Any:
+        if self.nested is None:
+            return leaves[i]
+        if i in self.nested:
+            start, spec = self.nested[i]
+            return tree_unflatten(list(leaves[start : start + spec.num_leaves]), spec)
+        before = [spec.num_leaves - 1 for j, (_, spec) in self.nested.items() if j < i]
+        return leaves[i + sum(before)]
+
+
+def flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Spec]:
+    """The arguments as a flat list of leaves, and how to put them together again.
+
+    Like torch's pytree, but an argument that holds no tensors stays as it is: nearly every call is
+    then its arguments in a row, and taking it apart costs next to nothing.
+    """
+    leaves: list[Any] = []
+    nested: dict[int, tuple[int, TreeSpec]] = {}
+    for i, x in enumerate((*args, *kwargs.values())):
+        if isinstance(x, (list, tuple, dict)) and tensors_in(x):
+            inner, spec = tree_flatten(x)
+            nested[i] = len(leaves), spec
+            leaves += inner
+        else:
+            leaves.append(x)
+    return leaves, Spec(len(args), tuple(kwargs), nested or None)
+
+
+def present(of_leaves: Sequence[Any]) -> tuple[int, ...]:
+    """Indices of the entries that are not None."""
+    return tuple(i for i, x in enumerate(of_leaves) if x is not None)
 
 
 @dataclass(frozen=True)
@@ -192,7 +257,7 @@ class OpRule:
         return call.with_(form="materialise" if dense else "ghost")
 
 
-_RULES: dict[Any, OpRule] = {}
+_OP_RULES: dict[Any, OpRule] = {}
 
 
 def register_op(
@@ -211,7 +276,7 @@ def register_op(
 
     def decorate(rule: RuleFunction) -> RuleFunction:
         for func in funcs:
-            _RULES[func] = OpRule(rule, weight, vectors, sizes, kept, several)
+            _OP_RULES[func] = OpRule(rule, weight, vectors, sizes, kept, several)
         return rule
 
     return decorate
@@ -219,12 +284,12 @@ def register_op(
 
 def register_rule(func: Any, rule: OpRule) -> None:
     """The same as a function, for a rule that is there already."""
-    _RULES[func] = rule
+    _OP_RULES[func] = rule
 
 
 def op_rule(func: Callable[..., Any]) -> OpRule | None:
     """The rule of an operation: its own, or that of its name."""
-    return _RULES.get(func) or _RULES.get(name_of(func))
+    return _OP_RULES.get(func) or _OP_RULES.get(name_of(func))
 
 
 def operand(W: Tensor) -> tuple[torch.dtype, str]:

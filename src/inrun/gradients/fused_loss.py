@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inrun.gradients.call import Call, OpRule, Sizes, register_rule
-from inrun.gradients.records import Dense, Record, _merged, wide, wide_type
+from inrun.gradients.records import Dense, Record, merged, wide, wide_type
 from inrun.tensors.autocast import no_autocast
 from inrun.tensors.follow import register_layout
 from inrun.tensors.layout import Find, Layout, Spread, to_rows
@@ -105,7 +105,7 @@ class Recomputed(Record):
         return found
 
     def groups(self, sizes: Sequence[int]) -> Tensor:
-        return _merged(self, sizes)
+        return merged(self, sizes)
 
     def pieces(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Some tokens at a time: which examples they are of, a [b, t, I] and δ [b, t, V]."""

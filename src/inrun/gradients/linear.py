@@ -32,7 +32,8 @@ def padded(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, missing
     return F.linear(input, F.pad(weight, (0, 0, 0, missing)), bias)
 
 
-def _plain(call: Call) -> bool:
+def _unscaled(call: Call) -> bool:
+    """Not ``addmm`` with ``alpha`` or ``beta``."""
     return call.name != "addmm" or call.value(3, "beta", 1) == 1 == call.value(4, "alpha", 1)
 
 
@@ -40,7 +41,7 @@ def _sizes(x: tuple[int, str], W: tuple[int, str]) -> Any:
     """Numbers kept per example: T(I + O) in ghost form, I·O materialised."""
 
     def sizes(call: Call) -> Sizes | None:
-        if not call.batched(*x) or call.value(*W).ndim != 2 or not _plain(call):
+        if not call.batched(*x) or call.value(*W).ndim != 2 or not _unscaled(call):
             return None
         inputs, weight = call.value(*x), call.value(*W)
         n_in, n_out = inputs.shape[-1], weight.numel() // inputs.shape[-1]
@@ -82,7 +83,7 @@ def _without_padding(record: Record, outputs: int) -> Record:
 )
 def addmm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """b + x W with W of shape [I, O]."""
-    if not _plain(call) or not call.batched(1, "mat1"):
+    if not _unscaled(call) or not call.batched(1, "mat1"):
         yield from replay(call, delta)
         return
     if (W := call.node(2, "mat2")) is not None:

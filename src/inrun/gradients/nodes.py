@@ -16,14 +16,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from inrun.gradients import embedding
 from inrun.gradients.again import run_again
-from inrun.gradients.derivative import along, backward_twice, each
-from inrun.tensors.arguments import Spec
+from inrun.gradients.call import Spec
 from inrun.tensors.autocast import Autocast, as_it_was, current
+from inrun.tensors.derivative import backward_twice, each, jvps
 from inrun.tensors.layout import name_of
 from inrun.torch_compat import tree_flatten
 
@@ -80,18 +79,14 @@ def directions(node: Node, u: Mapping[str, Tensor]) -> Tensor:
     def value(*moved: Tensor) -> Tensor:
         return _evaluate(node, {**params, **dict(zip(moving, moved, strict=True))}, {})
 
-    def derivative(*us: Tensor) -> tuple[Tensor]:
-        return (jvp(value, tuple(at), us)[1],)
-
     if _linear(node):
         # suppressed: a view that rows of other strides do not have
         with torch.no_grad(), suppress(RuntimeError):
             return each(lambda *us: (value(*us),), rows, lambda *us: (value(*us),))[0]
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        if _own_gradient(node):
-            pairs = zip(*rows, strict=True)
-            return torch.stack([backward_twice(lambda w: value(*w), at, us) for us in pairs])
-        return each(derivative, rows, lambda *us: (along(lambda w: value(*w), at, us),))[0]
+    if _own_gradient(node):
+        with sdpa_kernel(SDPBackend.MATH):
+            return torch.stack([backward_twice(value, at, u) for u in zip(*rows, strict=True)])
+    return jvps(value, at, rows)
 
 
 def _linear(node: Node) -> bool:

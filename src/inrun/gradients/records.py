@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from inrun.gradients.blocks import Blocks
-from inrun.gradients.derivative import along
+from inrun.tensors.derivative import jvp
 
 R = TypeVar("R", bound="Record")
-_CHOSEN = 2**26  # numbers
 
 
 @dataclass(eq=False)
@@ -179,7 +178,7 @@ class Pair(Record):
         return sizes[::-1] if self.transposed else sizes
 
     def dot(self, u: Tensor) -> Tensor:
-        a, delta = together(self.a, self.delta)
+        a, delta = in_one_type(self.a, self.delta)
         u = u.to(a.dtype)
         y = a @ (u if self.transposed else u.mT)
         return inner(y, delta)
@@ -191,7 +190,7 @@ class Pair(Record):
         return g if g.shape[1:] == (n, m) else g[:, :n, :m]
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        a, delta = together(self.a, self.delta)
+        a, delta = in_one_type(self.a, self.delta)
         a = a.conj().resolve_conj() if a.is_complex() else a
         return (a, delta) if self.transposed else (delta, a)
 
@@ -205,86 +204,7 @@ class Pair(Record):
         return Dense(rows, own=True)
 
     def groups(self, sizes: Sequence[int]) -> Tensor:
-        return _merged(self, sizes)
-
-
-@dataclass(eq=False)
-class Lookup(Record):
-    """Ghost form of an embedding: g_i has δ_it added to row ids_it."""
-
-    ids: Tensor  # [B, T]
-    delta: Tensor  # [B, T, O]; zero where the id is the padding's
-    size: int  # V
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.size, self.delta.shape[-1]
-
-    def dot(self, u: Tensor, K: Tensor | None = None) -> Tensor:
-        """With ``K``, of K ⊙ u."""
-        return self.dots(u[None], K)[0]
-
-    def dots(self, u: Tensor, K: Tensor | None = None) -> Tensor:
-        delta = wide(self.delta)
-        if K is not None and len(u) * self.size <= self.ids.numel():  # rather than look up both
-            u, K = K * u, None
-        if K is not None:
-            delta = delta * K[self.ids]
-        # the chosen rows of so many directions at a time
-        some = max(1, _CHOSEN // max(1, delta.numel()))
-        found = [(real(v[:, self.ids]) * real(delta)).flatten(2).sum(2) for v in u.split(some)]
-        return torch.cat(found)
-
-    def rows(self) -> Tensor:
-        B, T, O = self.delta.shape  # noqa: E741
-        out = self.delta.new_zeros(B * self.size, O)
-        at = self.ids + torch.arange(B, device=self.ids.device)[:, None] * self.size
-        return out.index_add_(0, at.flatten(), self.delta.reshape(B * T, O)).view(B, self.size, O)
-
-    def energy(self) -> Tensor:
-        """Exact: the tokens of an example that look up the same row are added first."""
-        B, T, O = self.delta.shape  # noqa: E741
-        rows = self.ids + torch.arange(B, device=self.ids.device)[:, None] * self.size
-        found, order = rows.flatten().sort()
-        new = torch.ones_like(found)
-        new[1:] = found[1:] != found[:-1]
-        delta = wide(self.delta).reshape(B * T, O)[order]
-        sums = torch.zeros_like(delta).index_add_(0, new.cumsum(0) - 1, delta)
-        return real(sums).square().sum()
-
-    def joins(self, other: Record) -> bool:
-        """Are the table's gradients formed anyway (it is the head's weight, too), so that g_i can
-        be added to them?"""
-        B, T = self.ids.shape
-        return (
-            isinstance(other, Dense) and other.own and len(other.grads) == B
-            and B * T * T <= _CHOSEN
-        )  # fmt: skip
-
-    def add_to(self, rows: Tensor) -> None:
-        """Add g_i to ``rows`` [B, V, O], in place; each number is rounded once (but for products
-        in TF32, where these are allowed)."""
-        delta = wide(self.delta)
-        same = self.ids[:, :, None] == self.ids[:, None, :]  # [B, T, T]
-        sums = same.to(delta.dtype) @ delta  # whatever this row receives, from every token
-        at = torch.arange(len(rows), device=rows.device)[:, None], self.ids
-        rows[at] = (rows[at] + sums).to(rows.dtype)
-
-    def groups(self, sizes: Sequence[int]) -> Tensor:
-        return _merged(self, sizes)
-
-    def add_groups(self, total: Tensor, sizes: Sequence[int]) -> Tensor:
-        """``total + groups(sizes)``, added in place where ``total`` has its rows in order."""
-        Q, V, O = total.shape  # noqa: E741
-        apart = total.stride(0)
-        if apart % O or apart < V * O or total.stride()[1:] != (O, 1):
-            total = total.clone(memory_format=torch.contiguous_format)
-        apart = total.stride(0) // O  # rows from one group to the next: some may lie between
-        own = torch.tensor([apart * q for q, n in enumerate(sizes) for _ in range(n)])
-        at = self.ids + own.to(self.ids.device, non_blocking=True)[:, None]
-        rows = total.as_strided(((Q - 1) * apart + V, O), (O, 1))
-        rows.index_add_(0, at.flatten(), self.delta.flatten(0, 1).to(total.dtype))
-        return total
+        return merged(self, sizes)
 
 
 @dataclass(eq=False)
@@ -313,7 +233,7 @@ class Replay(Record):
         if self.linear:
             tangent = self.apply(u.to(self.value.dtype))
         else:
-            tangent = along(lambda w: self.apply(w[0]), [self.value], [u])
+            tangent = jvp(self.apply, [self.value], [u])
         return inner(self.split(tangent), self.delta)
 
     def rows(self) -> Tensor:
@@ -340,7 +260,7 @@ class Replay(Record):
         return [*self.held, self.delta]
 
 
-def _merged(record: Record, sizes: Sequence[int]) -> Tensor:
+def merged(record: Record, sizes: Sequence[int]) -> Tensor:
     """Gradients of whole groups, whose examples count as more tokens of one."""
     if len(set(sizes)) == 1:
         r = sizes[0]
@@ -392,7 +312,7 @@ def short_by(features: int, dtype: torch.dtype, device: str) -> int:
     return -features % 8
 
 
-def together(a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+def in_one_type(a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """Both in one type for a product: float32 if either is float16, whose range is too small."""
     if a.dtype == delta.dtype != torch.float16:
         return a, delta

@@ -30,7 +30,7 @@ class WriterLock:
     def _acquire(self) -> None:
         for name in (".lock", ".writer"):
             _refuse_link(self.folder / name)
-        pid, started = _owner(self.folder)
+        pid, started = _holder(self.folder)
         try:
             self._lock.acquire(timeout=0 if _alive(pid) else WAIT_FOR_DEAD if pid else 1.0)
         except Timeout:
@@ -86,7 +86,7 @@ class WriterLock:
     def release(self) -> None:
         _HELD.discard(self)
         with contextlib.suppress(OSError):
-            if _owner(self.folder)[0] == self.pid:
+            if _holder(self.folder)[0] == self.pid:
                 (self.folder / ".writer").unlink(missing_ok=True)
         self._lock.release()
 
@@ -111,7 +111,7 @@ def _refuse_link(file: Path) -> None:
         raise LedgerError(f"{file} is {what}: inrun did not make it so. Delete it and try again")
 
 
-def _owner(folder: Path) -> tuple[int, str]:
+def _holder(folder: Path) -> tuple[int, str]:
     """Returns process and start time of the last writer; 0 if ``.writer`` is missing or broken."""
     try:
         with (folder / ".writer").open("rb") as file:

@@ -62,7 +62,7 @@ class _Scalars:
 
 
 def _scalars(g: Tensor, s: State, o: Options) -> _Scalars:
-    beta1, beta2 = (scalar(b) for b in o["betas"])
+    beta1, beta2 = map(scalar, o["betas"])
     in_tensor = bool((o.get("capturable") or o.get("differentiable")) and not o.get("fused"))
     t = step_count(s, o, g, in_tensor=in_tensor)
     return _Scalars(beta1, beta2, o["eps"], learning_rate(o) / (1 - beta1**t), 1 - beta2**t)

@@ -27,10 +27,10 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.functional import jvp
 from torch.optim import Optimizer
 
 from inrun.optimizers.common import Options, Scalar, State, no_decay, widest
+from inrun.tensors.derivative import jvp
 
 UpdateMap: TypeAlias = Callable[[Tensor, Tensor, State, Options], Tensor]
 LinearMap: TypeAlias = Callable[[Tensor], Tensor]
@@ -142,7 +142,7 @@ class Rule:
         change = function(g, w, s, o) - function(torch.zeros_like(g), w, s, o)
         missed = change.clone()
         for alpha, weight in self._quadrature():
-            missed -= weight * jvp(lambda x: function(x, w, s, o), alpha * g, g)[1]
+            missed -= weight * jvp(lambda x: function(x, w, s, o), [alpha * g], [g])
         return torch.where(change.norm() > 0, missed.norm() / change.norm(), 0.0)
 
     def _quadrature(self) -> list[tuple[float, float]]:

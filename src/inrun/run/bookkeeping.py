@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from inrun.errors import BatchError
 from inrun.gradients import Form
-from inrun.ledger.entries import StepEntry, step_row
-from inrun.run.coverage import NOT_HELD, OUTSIDE, held_names
-from inrun.torch_compat import children_of, parameters_of
+from inrun.ledger.entries import Ledger, StepEntry, step_row
+from inrun.scoring.conclude import Pending, StepResult
 
 
 @dataclass(frozen=True)
@@ -156,48 +156,6 @@ def _encodable(text: str) -> bool:
     return True
 
 
-class UnscoredParameters:
-    """Parameters that receive gradients inside run.batch and are not scored: those of the model
-    that are not in the optimizer, and those outside the model (of a criterion, say)."""
-
-    def __init__(self) -> None:
-        self.outside: dict[str, tuple[Tensor, str]] = {}  # by name, with the reason
-        self._known: dict[int, Tensor] = {}
-
-    def look(
-        self,
-        left_out: Mapping[str, tuple[Tensor, str]],
-        outsiders: Iterable[Tensor],
-        optimizer: Optimizer,
-    ) -> bool:
-        """After a batch: warn of those that have a gradient for the first time; were there any?"""
-        found = []
-        for name, (p, why) in left_out.items():
-            if why == NOT_HELD and p.grad is not None and self._new(p):
-                found.append(f"{name} {list(p.shape)} is {why}")
-        for t in outsiders:
-            if t.grad is not None and self._new(t):
-                name = held_names(optimizer).get(id(t), f"(outside {len(self.outside) + 1})")
-                self.outside[name] = (t, OUTSIDE)
-                found.append(f"{name} {list(t.shape)} is {OUTSIDE}")
-        if found:
-            more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-            warnings.warn(
-                "the loss inside run.batch also trains parameters that are not scored: "
-                f"{'; '.join(found[:5])}{more}. What examples do through them is in no value; "
-                "run.coverage() lists them. To score them too, watch a module that contains them "
-                "all, with one optimizer.",
-                stacklevel=5,
-            )
-        return bool(found)
-
-    def _new(self, p: Tensor) -> bool:
-        if id(p) in self._known:
-            return False
-        self._known[id(p)] = p
-        return True
-
-
 class EmptyBatches:
     """Counts ``run.batch`` blocks that recorded nothing. Without a backward pass the batch does not
     count (a loop may skip those whose loss is not finite); with one it is a mistake."""
@@ -257,6 +215,44 @@ def _free_bytes(device: torch.device, offload: bool) -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
         return 2**62
+
+
+class EntryQueue:
+    """Steps on their way to the ledger, in order: some wait for values that are still on a device.
+
+    ``on_result`` is called with the result of each step when its values are there.
+    """
+
+    def __init__(
+        self, ledger: Ledger, tally: Tally, on_result: Callable[[StepResult], None]
+    ) -> None:
+        self._ledger, self._tally, self._on_result = ledger, tally, on_result
+        self._waiting: deque[tuple[StepEntry, Pending]] = deque()
+        self._lock = threading.RLock()  # tables may be asked for in another thread
+
+    def add(self, entry: StepEntry, result: StepResult | Pending) -> None:
+        """Append a step to the ledger, or have it wait until its values are on the host."""
+        with self._lock:
+            self.settle()
+            if isinstance(result, Pending):  # copied to the host while the next step runs
+                self._waiting.append((entry, result))
+            else:
+                self._append(entry, result)
+
+    def settle(self) -> None:
+        """Wait for the values still on the device and append their steps to the ledger."""
+        with self._lock:
+            while self._waiting:
+                entry, pending = self._waiting.popleft()
+                self._append(entry, pending.settle())
+
+    def _append(self, entry: StepEntry, result: StepResult) -> None:
+        self._on_result(result)
+        done = replace(
+            entry, values=result.values, void=result.void, audit=result.audit, missed=result.missed
+        )
+        self._ledger.append(done)
+        self._tally.add(done)
 
 
 class Tally:
@@ -325,22 +321,3 @@ class Tally:
         if self.void:
             parts.append(f"{self.void:,} void")
         return " · ".join(parts)
-
-
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """``list(model.modules())``, in half the time."""
-    found: dict[nn.Module, None] = {}
-    left = [model]
-    while left:
-        module = left.pop()
-        if module not in found:
-            found[module] = None
-            left += [m for m in reversed(children_of(module).values()) if m is not None]
-    return list(found)
-
-
-def trainable(modules: Sequence[nn.Module], optimizer: Optimizer) -> tuple[int, ...]:
-    """A key that changes when layers are frozen or unfrozen or the optimizer gets parameters."""
-    held = sum(len(group["params"]) for group in optimizer.param_groups)
-    params = [p for own in map(parameters_of, modules) for p in own.values() if p is not None]
-    return (held, *(id(p) for p in params if p.requires_grad))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 from inrun.errors import complex_parameters
 from inrun.run.refusals import ignored
-from inrun.torch_compat import COMPILED_PREFIX
+from inrun.torch_compat import COMPILED_PREFIX, children_of, parameters_of
 
 NOT_HELD = "not in the optimizer"
 OUTSIDE = "outside the watched model"
@@ -77,6 +78,67 @@ def _refuse_complex(named: Mapping[str, Tensor], optimizer: Optimizer) -> None:
     if found:
         names = {id(p): k for k, p in named.items()}
         raise complex_parameters([names.get(id(p), "(outside the model)") for p in found])
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """``list(model.modules())``, in half the time."""
+    found: dict[nn.Module, None] = {}
+    left = [model]
+    while left:
+        module = left.pop()
+        if module not in found:
+            found[module] = None
+            left += [m for m in reversed(children_of(module).values()) if m is not None]
+    return list(found)
+
+
+def trainable(modules: Sequence[nn.Module], optimizer: Optimizer) -> tuple[int, ...]:
+    """A key that changes when layers are frozen or unfrozen or the optimizer gets parameters."""
+    held = sum(len(group["params"]) for group in optimizer.param_groups)
+    params = [p for own in map(parameters_of, modules) for p in own.values() if p is not None]
+    return (held, *(id(p) for p in params if p.requires_grad))
+
+
+class UnscoredParameters:
+    """Parameters that receive gradients inside run.batch and are not scored: those of the model
+    that are not in the optimizer, and those outside the model (of a criterion, say)."""
+
+    def __init__(self) -> None:
+        self.outside: dict[str, tuple[Tensor, str]] = {}  # by name, with the reason
+        self._known: dict[int, Tensor] = {}
+
+    def look(
+        self,
+        left_out: Mapping[str, tuple[Tensor, str]],
+        outsiders: Iterable[Tensor],
+        optimizer: Optimizer,
+    ) -> bool:
+        """After a batch: warn of those that have a gradient for the first time; were there any?"""
+        found = []
+        for name, (p, why) in left_out.items():
+            if why == NOT_HELD and p.grad is not None and self._new(p):
+                found.append(f"{name} {list(p.shape)} is {why}")
+        for t in outsiders:
+            if t.grad is not None and self._new(t):
+                name = held_names(optimizer).get(id(t), f"(outside {len(self.outside) + 1})")
+                self.outside[name] = (t, OUTSIDE)
+                found.append(f"{name} {list(t.shape)} is {OUTSIDE}")
+        if found:
+            more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+            warnings.warn(
+                "the loss inside run.batch also trains parameters that are not scored: "
+                f"{'; '.join(found[:5])}{more}. What examples do through them is in no value; "
+                "run.coverage() lists them. To score them too, watch a module that contains them "
+                "all, with one optimizer.",
+                stacklevel=5,
+            )
+        return bool(found)
+
+    def _new(self, p: Tensor) -> bool:
+        if id(p) in self._known:
+            return False
+        self._known[id(p)] = p
+        return True
 
 
 def coverage_table(

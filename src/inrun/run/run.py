@@ -7,12 +7,9 @@ after optimizer.step()      scorer: was it the step that was predicted? then led
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,15 +29,21 @@ from inrun.ledger.entries import Ledger, RunTables, StepEntry
 from inrun.run.bookkeeping import (
     Config,
     EmptyBatches,
+    EntryQueue,
     MemoryLimit,
     Tally,
-    UnscoredParameters,
     as_ids,
     as_owner,
+)
+from inrun.run.coverage import (
+    UnscoredParameters,
+    coverage_table,
+    describe,
+    held_by,
     modules_of,
+    scored_parameters,
     trainable,
 )
-from inrun.run.coverage import coverage_table, describe, held_by, scored_parameters
 from inrun.run.logging import Summary
 from inrun.scoring.conclude import Begun, Pending, StepResult
 from inrun.scoring.estimators import Estimator
@@ -87,13 +90,12 @@ class Run(Summary, RunTables):
             offload=offload, check_memory=self._memory.add, on_first_gradient=self._first_gradient,
         )  # fmt: skip
         self._micros: list[tuple[np.ndarray, MicroBatch | None]] = []  # of this step
-        self._unsettled: deque[tuple[StepEntry, Pending]] = deque()
-        self._ledger_lock = threading.RLock()  # tables may be asked for in another thread
         self._taking: tuple[StepEntry, StepResult | Begun] | None = None  # inside optimizer.step()
         self._empty, self._unscored = EmptyBatches(), UnscoredParameters()
         self._capture.on_empty = self._empty.ended
         self._capture.provenance.held = held_by(optimizer)
         self.tally = Tally()
+        self._entries = EntryQueue(ledger, self.tally, self._scorer.settled)
         self._id_type: type | None = None
         self._check: Check | None = None
         self._depth = 0  # an optimizer whose step() calls its base class's runs the hooks twice
@@ -195,7 +197,7 @@ class Run(Summary, RunTables):
             _WATCHED.pop(self.model, None)
             _WATCHED.pop(self.optimizer, None)
             self._give_up_step()
-            self._settle()
+            self._entries.settle()
             self._forget()
             self._capture.close()
             self._validator.close()
@@ -282,18 +284,13 @@ class Run(Summary, RunTables):
         self._depth = max(self._depth - 1, 0)
         if self._depth or self._taking is None:
             return
-        entry, score = self._taking
+        entry, begun = self._taking
         self._taking = None
         done: StepResult | Pending
         with torch.no_grad():
-            done = self._scorer.finish(score) if isinstance(score, Begun) else score
-        with self._ledger_lock:
-            self._settle()
-            if isinstance(done, Pending):  # copied to the host while the next step runs
-                self._unsettled.append((entry, done))
-                return
-            self._append(entry, done)
-        if done.audit is not None:
+            done = self._scorer.finish(begun) if isinstance(begun, Begun) else begun
+        self._entries.add(entry, done)
+        if isinstance(done, StepResult) and done.audit is not None:
             every = self.config.audit_every
             self._next_audit = (entry.step // every + 1) * every
 
@@ -310,45 +307,28 @@ class Run(Summary, RunTables):
         ids = np.concatenate([i for i, _ in self._micros])
         micros = [m for _, m in self._micros if m is not None]
         lr = float(self.optimizer.param_groups[0]["lr"])
-        score: StepResult | Begun = StepResult()
+        begun: StepResult | Begun = StepResult()
         if len(micros) == len(self._micros):
             check, self._check = self._check, None
-            score = self._scorer.begin(self.step, micros, ids, self._audited(), check)
-            self._capture.settle_claims(micros, self._validator.look)
+            begun = self._scorer.begin(self.step, micros, ids, self._audited(), check)
+            self._capture.inputs.settle_claims(micros, self._validator.look)
         self._claim_ledger()
         entry = StepEntry(self.step, ids, None, lr, float(self.config.every))
-        self._taking = entry, score
+        self._taking = entry, begun
 
     def _give_up_step(self) -> None:
         """Record the step under way as void: ``optimizer.step()`` raised and never finished."""
         if self._taking is not None:
             entry, _ = self._taking
             self._taking = None
-            with self._ledger_lock:
-                self._settle()
-                self._append(entry, StepResult(void="optimizer.step() did not finish"))
+            self._entries.add(entry, StepResult(void="optimizer.step() did not finish"))
 
     def _audited(self) -> bool:
         return self.config.audit_every > 0 and self.step >= self._next_audit
 
-    def _settle(self) -> None:
-        """Wait for the values still on the device and append their steps to the ledger."""
-        with self._ledger_lock:
-            while self._unsettled:
-                entry, pending = self._unsettled.popleft()
-                self._append(entry, pending.settle())
-
-    def _append(self, entry: StepEntry, score: StepResult) -> None:
-        self._scorer.settled(score)
-        done = replace(
-            entry, values=score.values, void=score.void, audit=score.audit, missed=score.missed
-        )
-        self._ledger.append(done)
-        self.tally.add(done)
-
     def _settled(self) -> Ledger:
         """Returns the ledger, after the steps whose values were still on the device are in it."""
-        self._settle()
+        self._entries.settle()
         return self._ledger
 
     def _claim_ledger(self) -> None:

@@ -18,8 +18,9 @@ from inrun import kernels
 from inrun.capture.micro_batch import MicroBatch
 from inrun.gradients import Dense, Record
 from inrun.gradients.cost import TOGETHER
+from inrun.gradients.embedding import Lookup
 from inrun.gradients.nodes import Node, directions
-from inrun.gradients.records import Lookup, wide
+from inrun.gradients.records import wide
 from inrun.optimizers.base import LinearMap, Scale
 from inrun.scoring import contraction_kernel
 from inrun.validation.sweep import Gradients

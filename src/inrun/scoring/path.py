@@ -103,6 +103,16 @@ def param_steps(optimizer: Optimizer, rule: Rule) -> list[ParamStep]:
     ]
 
 
+def missed(scored: list[ParamStep], like: Tensor) -> Tensor:
+    """The largest part of a parameter's update that its secant does not carry."""
+    found = [
+        m.rule.completeness(m.g, m.p.detach(), m.state, m.options).to(like)
+        for m in scored
+        if not m.rule.coordinatewise
+    ]
+    return torch.stack(found).max() if found else like.new_zeros(())
+
+
 class PathBuffers:
     """Memory for weights on the path, one set per point, at fixed addresses: a CUDA graph of the
     validation pass reads them there in every step."""

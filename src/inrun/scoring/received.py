@@ -14,7 +14,8 @@ way, with ``SampleViews``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -22,7 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inrun.torch_compat import foreach_copy_, version_of
+from inrun.capture.micro_batch import MicroBatch
+from inrun.torch_compat import foreach_copy_, foreach_norm, version_of
 
 FIRST = 3  # steps in a row without any change before copies are no longer kept
 
@@ -162,12 +164,12 @@ class Accumulated:
         self.keeps_copies, self._quiet = True, 0
 
 
-SAMPLED = 8  # positions of each tensor, or all of a smaller one
+SAMPLED = 8  # entries of each tensor, or all of a smaller one
 
 
 @lru_cache(maxsize=4096)
-def _positions(size: int) -> tuple[tuple[int], tuple[int], int]:
-    """Count, stride and start of the positions: spread over the whole tensor, the start random."""
+def _places(size: int) -> tuple[tuple[int], tuple[int], int]:
+    """Count, stride and start of the entries: spread over the whole tensor, the start random."""
     count = min(SAMPLED, size)
     stride = max(1, size // SAMPLED)
     if stride > 2 and stride % 2 == 0:
@@ -178,7 +180,7 @@ def _positions(size: int) -> tuple[tuple[int], tuple[int], int]:
 
 
 class SampleViews:
-    """Views of a few fixed positions of tensors, cached for tensors that are read in every step."""
+    """Views of a few fixed entries of tensors, cached for tensors that are read in every step."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Tensor, int, Tensor]] = {}
@@ -191,7 +193,7 @@ class SampleViews:
             if kept is not None and kept[0] is t and kept[1] == t.data_ptr():
                 found.append(kept[2])
                 continue
-            count, stride, start = _positions(t.numel())
+            count, stride, start = _places(t.numel())
             own = t.detach() if t.requires_grad else t
             if not own.is_contiguous():
                 found.append(own.flatten().as_strided(count, stride, start))
@@ -219,6 +221,32 @@ class SampleViews:
         """Empty the cache when it holds more than ``most`` tensors."""
         if len(self._kept) > most:
             self._kept = {}
+
+
+def doubts(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
+    """By reason, a flag on the device: is it up, the owners of an operation's operands differ."""
+    found: dict[str, list[Tensor]] = {}
+    for name, flag in (doubt for m in micros for doubt in m.doubts):
+        found.setdefault(f"rows of different examples meet in '{name}'", []).append(flag)
+    return {reason: torch.stack(flags).any() for reason, flags in found.items()}
+
+
+def all_finite(tensors: list[Tensor]) -> Tensor:
+    """Whether all entries are finite, as a tensor. One kernel on a GPU. On a CPU a finite sum is
+    the fastest proof; a sum that is not finite may have overflowed, so then look at entries."""
+    if tensors[0].is_cuda:
+        return torch.stack(foreach_norm(tensors, math.inf)).isfinite().all()
+    found = all(math.isfinite(t.sum()) or bool(t.isfinite().all()) for t in tensors)
+    return torch.tensor(found, device=tensors[0].device)
+
+
+def tolerance_of(G: Iterable[Tensor], micros: Sequence[MicroBatch]) -> float:
+    """How far values may be from adding up to what G says, relative to their size."""
+    dtypes = {g.dtype for g in G}
+    half = any(m.autocast is not None and m.autocast[1] for m in micros)
+    if half or dtypes & {torch.float16, torch.bfloat16}:
+        return 0.05
+    return 1e-3 if torch.float32 in dtypes else 1e-7
 
 
 def differ(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:

@@ -19,7 +19,6 @@ After it, ``Scorer.finish``:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -50,11 +49,20 @@ from inrun.scoring.conclude import (
 )
 from inrun.scoring.contraction import Direction, cancelling, components, contract, group_values
 from inrun.scoring.estimators import MAPS, POINTS, Estimator
-from inrun.scoring.path import ParamStep, Path, PathBuffers, param_steps
-from inrun.scoring.received import BEFORE, CHANGED, FIRST, Accumulated, Received, SampleViews
+from inrun.scoring.path import ParamStep, Path, PathBuffers, missed, param_steps
+from inrun.scoring.received import (
+    BEFORE,
+    CHANGED,
+    FIRST,
+    Accumulated,
+    Received,
+    SampleViews,
+    all_finite,
+    doubts,
+    tolerance_of,
+)
 from inrun.scoring.taken import predict
 from inrun.tensors.autocast import no_autocast
-from inrun.torch_compat import foreach_norm
 from inrun.validation.sweep import Gradients
 from inrun.validation.validator import Validator
 
@@ -195,7 +203,7 @@ class Scorer:
         own = {id(m.p): i for i, m in enumerate(moved)}
         places = [own[id(p)] for p in params.values()]
         g = [moved[i].g for i in places]
-        finite = _finite(g)
+        finite = all_finite(g)
         if not finite.is_cuda and not bool(finite):
             return StepResult(void=NOT_FINITE)
         grads = {k: x for k, p in params.items() if (x := p.grad) is not None}
@@ -203,11 +211,11 @@ class Scorer:
         for reason, flag in found.flags.items():
             if flag.device.type == "cpu" and bool(flag):
                 return self.conclusion.void(number, reason, _ADVICE[reason])
-        found.flags.update(_doubts(micros))
+        found.flags.update(doubts(micros))
         C = self._recognised(found, g, micros)
         if isinstance(C, Unrecognised):
             return self.conclusion.void(number, C.void, C.advice)
-        tolerance = _tolerance(grads.values(), any(_autocast_on(m) for m in micros))
+        tolerance = tolerance_of(grads.values(), micros)
         return Step(
             number, micros, audit, params, moved, places, finite, found.G, found.flags, C, tolerance
         )
@@ -287,9 +295,9 @@ class Scorer:
         like = step.moved[step.places[0]].g
         values = like.new_zeros((len(self.estimators), len(self.targets), B), dtype=torch.float64)
         expected, losses = values.new_zeros(values.shape[:2]), values.new_zeros(values.shape[1])
-        missed = _missed([step.moved[i] for i in step.places], values)
+        left = missed([step.moved[i] for i in step.places], values)
         found = {"values": values, "expected": expected, "losses": losses}
-        return found | {"finite": step.finite, "missed": missed}
+        return found | {"finite": step.finite, "missed": left}
 
     def _values(
         self, step: Step, path: Path, maps: list[dict[str, LinearMap]], numbers: dict[str, Tensor]
@@ -373,47 +381,8 @@ class Scorer:
         )  # fmt: skip
 
 
-def _doubts(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
-    """By reason, a flag on the device: is it up, the owners of an operation's operands differ."""
-    found: dict[str, list[Tensor]] = {}
-    for name, flag in (doubt for m in micros for doubt in m.doubts):
-        found.setdefault(f"rows of different examples meet in '{name}'", []).append(flag)
-    return {reason: torch.stack(flags).any() for reason, flags in found.items()}
-
-
-def _finite(tensors: list[Tensor]) -> Tensor:
-    """Whether all entries are finite, as a tensor. One kernel on a GPU. On a CPU a finite sum is
-    the fastest proof; a sum that is not finite may have overflowed, so then look at entries."""
-    if tensors[0].is_cuda:
-        return torch.stack(foreach_norm(tensors, math.inf)).isfinite().all()
-    found = all(math.isfinite(t.sum()) or bool(t.isfinite().all()) for t in tensors)
-    return torch.tensor(found, device=tensors[0].device)
-
-
 def _unless(cancelled: Tensor, f: LinearMap) -> LinearMap:
     """The map ``f``, or the zero map of the same kind if the flag ``cancelled`` is True."""
     if isinstance(f, Scale):
         return Scale(f.K.masked_fill(cancelled, 0.0))
     return lambda v: f(v).masked_fill(cancelled, 0.0)
-
-
-def _autocast_on(micro: MicroBatch) -> bool:
-    return micro.autocast is not None and micro.autocast[1]
-
-
-def _tolerance(G: Iterable[Tensor], half: bool) -> float:
-    """How far values may be from adding up, relative to their size."""
-    dtypes = {g.dtype for g in G}
-    if half or dtypes & {torch.float16, torch.bfloat16}:
-        return 0.05
-    return 1e-3 if torch.float32 in dtypes else 1e-7
-
-
-def _missed(scored: list[ParamStep], like: Tensor) -> Tensor:
-    """The largest part of a parameter's update that its secant does not carry."""
-    found = [
-        m.rule.completeness(m.g, m.p.detach(), m.state, m.options).to(like)
-        for m in scored
-        if not m.rule.coordinatewise
-    ]
-    return torch.stack(found).max() if found else like.new_zeros(())

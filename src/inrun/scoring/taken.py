@@ -37,13 +37,13 @@ class Piece:
 
     params: list[Tensor]
     expected: Tensor  # the predicted weights [numbers]
-    owner: Tensor | None  # the parameter of each number [numbers]; None where there is only one
+    param_of: Tensor | None  # the parameter of each number [numbers]; None where there is only one
     allowed: Tensor  # the distance that counts as rounding [parameters]
 
     def off(self, views: SampleViews | None) -> Tensor:
         """Whether any parameter is further from its prediction than rounding explains."""
         now = self.params[0].detach().flatten() if views is None else views.joined(self.params)
-        away = _norms(now.to(self.expected.dtype) - self.expected, self.owner, len(self.params))
+        away = _norms(now.to(self.expected.dtype) - self.expected, self.param_of, len(self.params))
         return (~(away <= self.allowed)).any()  # NaN is off
 
 
@@ -107,7 +107,7 @@ def predict(moved: Sequence[ParamStep], path: Path, views: SampleViews | None) -
 
 
 def _piece(
-    members: list[ParamStep], w: Tensor, without: Tensor, expected: Tensor, owner: Tensor | None
+    members: list[ParamStep], w: Tensor, without: Tensor, expected: Tensor, param_of: Tensor | None
 ) -> Piece:
     """The prediction for some parameters from their weights before the step, and after it without
     and with the batch."""
@@ -115,29 +115,29 @@ def _piece(
     half = own.p.dtype not in TOLERANCE or own.rule.twin is not None
     tolerance = HALF_TOLERANCE if half else TOLERANCE[own.p.dtype]
     w, without = w.to(expected.dtype), without.to(expected.dtype)
-    moves = _norms(expected - w, owner, n) + _norms(without - w, owner, n)
-    rounding = 2 * torch.finfo(own.p.dtype).eps * _norms(w, owner, n)
-    return Piece([m.p for m in members], expected, owner, tolerance * moves + rounding)
+    moves = _norms(expected - w, param_of, n) + _norms(without - w, param_of, n)
+    rounding = 2 * torch.finfo(own.p.dtype).eps * _norms(w, param_of, n)
+    return Piece([m.p for m in members], expected, param_of, tolerance * moves + rounding)
 
 
-def _norms(x: Tensor, owner: Tensor | None, n: int) -> Tensor:
+def _norms(x: Tensor, param_of: Tensor | None, n: int) -> Tensor:
     """The norm of each parameter's numbers [n]."""
     if x.is_complex():
         x = x.abs()
-    if owner is None:
+    if param_of is None:
         return torch.linalg.vector_norm(x, dtype=torch.float64)[None]
     squares = torch.zeros(n, dtype=torch.float64, device=x.device)
-    return squares.index_add_(0, owner, x.double().square()).sqrt()
+    return squares.index_add_(0, param_of, x.double().square()).sqrt()
 
 
 def _sampled(members: list[ParamStep], views: SampleViews) -> Piece:
     """The prediction for a sample of the weights of parameters of one kind."""
     first, once = members[0], SampleViews()
     w = views.joined([m.p for m in members])
-    owner = _owner(tuple([min(SAMPLED, m.p.numel()) for m in members]), w.device)
+    param_of = _param_of(tuple([min(SAMPLED, m.p.numel()) for m in members]), w.device)
     if first.kind is not None:
         state = {
-            k: _sampled_state(x, [m.state[k] for m in members], first.p, owner, views)
+            k: _sampled_state(x, [m.state[k] for m in members], first.p, param_of, views)
             for k, x in first.state.items()
         }
         g = once.joined([m.g for m in members])
@@ -145,11 +145,11 @@ def _sampled(members: list[ParamStep], views: SampleViews) -> Piece:
         without, expected = joined.weights_at(0.0), joined.weights_at(1.0)
     else:  # the update needs whole parameters
         without, expected = (once.joined([m.weights_at(x) for m in members]) for x in (0.0, 1.0))
-    return _piece(members, w, without, expected, owner)
+    return _piece(members, w, without, expected, param_of)
 
 
 def _sampled_state(
-    first: Any, values: list[Any], p: Tensor, owner: Tensor, views: SampleViews
+    first: Any, values: list[Any], p: Tensor, param_of: Tensor, views: SampleViews
 ) -> Any:
     """One state entry of all parameters, sampled. A number on a device may differ between
     parameters, so it is repeated for each coordinate."""
@@ -159,10 +159,10 @@ def _sampled_state(
         return views.joined(values)
     if first.device.type == "cpu":
         return first
-    return torch.stack([x.reshape(()) for x in values])[owner]
+    return torch.stack([x.reshape(()) for x in values])[param_of]
 
 
 @lru_cache(maxsize=64)
-def _owner(counts: tuple[int, ...], device: torch.device) -> Tensor:
+def _param_of(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """The parameter of each number, if parameter i has counts[i] of them."""
     return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(device)

@@ -38,10 +38,11 @@ from inrun.tensors.operations import (
     REDUCTIONS,
     is_pointwise,
 )
+from inrun.tensors.products import einsum, linear, matmul
 from inrun.tensors.recurrent import CELLS, SEQUENCES, cell_layout, sequence_layout
 from inrun.torch_compat import tree_map
 
-Rule = Callable[
+LayoutRule = Callable[
     [Callable[..., Any], tuple[Any, ...], dict[str, Any], Tensor, Find], "Layout | Kind | None"
 ]
 
@@ -64,7 +65,7 @@ def follow(
         args = (kwargs["input"], *args)
         kwargs = {k: x for k, x in kwargs.items() if k != "input"}
     name = name_of(func)
-    rule = _RULES.get(name) or (_broadcast if is_pointwise(name) else None)
+    rule = _LAYOUT_RULES.get(name) or (_broadcast if is_pointwise(name) else None)
     try:
         found = None if rule is None else rule(func, args, kwargs, out, find)
     except (ValueError, IndexError, TypeError, RuntimeError, NotImplementedError):
@@ -223,14 +224,6 @@ def _first_rows(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> L
     return agree([y for _, y in batched(args, kwargs, find)]) if x.ndim >= ndim else None
 
 
-def _linear(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
-    x, weight = args[0], kwargs.get("weight", args[1] if len(args) > 1 else None)
-    layout = find(x)
-    if layout is None or layout.dim == x.ndim - 1 or find(weight) is not None:
-        return None
-    return layout
-
-
 def _embedding(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
     """``F.embedding(ids, weight)`` and ``torch.embedding(weight, ids)``: ids keep their place. A
     table made of examples would move them."""
@@ -238,24 +231,6 @@ def _embedding(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> La
     if any(t.is_floating_point() for t, _ in found):
         return None
     return found[0][1] if found else None
-
-
-def _matmul(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
-    *added, x, y = tensors_in(args, kwargs)
-    if name_of(func) == "rmatmul":
-        x, y = y, x
-    found = [replace(z, dim=z.dim + out.ndim - t.ndim) for t, z in batched(added, {}, find)]
-    if (layout := find(x)) is not None:
-        r = x.ndim - layout.dim  # from the right: the last dimension, 1, is summed over
-        if r == 1:
-            return None
-        found.append(replace(layout, dim=layout.dim if y.ndim == 1 else out.ndim - r))
-    if (layout := find(y)) is not None:
-        r = y.ndim - layout.dim
-        if r == 2 or y.ndim == 1:
-            return None
-        found.append(replace(layout, dim=out.ndim - r + (x.ndim == 1 and r > 2)))
-    return agree(found)
 
 
 def _attention(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
@@ -268,29 +243,6 @@ def _attention(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> La
         if t.ndim - layout.dim <= (1 if t is given[0] else 2):
             return None
     return _from_right(func, given, {}, out, find)
-
-
-def _einsum(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
-    equation, operands = args[0], tensors_in(args[1:])
-    if not isinstance(equation, str) or "->" not in equation:
-        return None
-    inputs, result = equation.replace(" ", "").split("->")
-    places = _names(result, out.ndim)
-    found: list[Layout | None] = []
-    for t, letters in zip(operands, inputs.split(","), strict=True):
-        layout = find(t)
-        if layout is not None:
-            letter = _names(letters, t.ndim)[layout.dim]
-            found.append(replace(layout, dim=places.index(letter)))
-    return agree(found)
-
-
-def _names(letters: str, ndim: int) -> list[Any]:
-    """A name for every dimension; those of an ellipsis are counted from its right end."""
-    if "..." not in letters:
-        return list(letters)
-    before, after = letters.split("...")
-    return [*before, *reversed(range(ndim - len(before) - len(after))), *after]
 
 
 def _cat(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout | None:
@@ -340,7 +292,7 @@ def _bags(func: Any, args: Any, kwargs: Any, out: Tensor, find: Find) -> Layout 
     return layout if layout is not None and layout.dim == 0 else None
 
 
-_RULES: dict[str, Rule] = {
+_LAYOUT_RULES: dict[str, LayoutRule] = {
     **dict.fromkeys(ELEMENTWISE, _broadcast),
     **dict.fromkeys(REDUCTIONS, _reduced),
     **dict.fromkeys(REARRANGED, _rearranged),
@@ -368,7 +320,7 @@ _RULES: dict[str, Rule] = {
          "local_response_norm", "interpolate", "unfold", "fold", "pixel_shuffle",
          "cross_entropy", "nll_loss", "bilinear", "grid_sample"), _first_rows),
     **dict.fromkeys(
-        ("matmul", "rmatmul", "bmm", "mm", "mv", "addmm", "baddbmm", "addbmm", "addmv"), _matmul),
+        ("matmul", "rmatmul", "bmm", "mm", "mv", "addmm", "baddbmm", "addbmm", "addmv"), matmul),
     **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _from_right),
     **dict.fromkeys(("repeat", "tile"), _repeat),
@@ -378,11 +330,11 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(SEQUENCES, sequence_layout),
     **dict.fromkeys(CELLS, cell_layout),
     **dict.fromkeys(("gather", "take_along_dim"), gather),
-    **dict.fromkeys(("linear", "grouped_mm", "grouped_mm_fallback"), _linear),
+    **dict.fromkeys(("linear", "grouped_mm", "grouped_mm_fallback"), linear),
     "embedding": _embedding,
     "embedding_bag": _bags,
     "scaled_dot_product_attention": _attention,
-    "einsum": _einsum,
+    "einsum": einsum,
     "stack": _stack,
     "repeat_interleave": _interleave,
     "getitem": index,
@@ -392,10 +344,10 @@ _RULES: dict[str, Rule] = {
 }  # fmt: skip
 
 
-def register_layout(func: Callable[..., Any] | str, rule: Rule) -> None:
+def register_layout(func: Callable[..., Any] | str, rule: LayoutRule) -> None:
     """Say where an operation of your own leaves the examples.
 
     ``rule(func, args, kwargs, out, find)`` returns a :class:`Layout` or None; ``find(tensor)``
     gives the layout of an input.
     """
-    _RULES[func if isinstance(func, str) else name_of(func)] = rule
+    _LAYOUT_RULES[func if isinstance(func, str) else name_of(func)] = rule

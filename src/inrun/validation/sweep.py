@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from inrun.capture.capture import Capture
 from inrun.capture.micro_batch import MicroBatch
+from inrun.gradients.embedding import Lookup
 from inrun.gradients.nodes import pull_back
-from inrun.gradients.records import Lookup, wide
+from inrun.gradients.records import wide
 from inrun.torch_compat import tree_map
 from inrun.validation.targets import copy_batch
 

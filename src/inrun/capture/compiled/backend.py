@@ -7,8 +7,8 @@ it runs like an eager forward pass, on tensors without data, to find its sites. 
 gets its tap, and the graph goes to the backend the user chose.
 
 A compiled graph cannot hand out what its backward pass computes on the way, except as gradients of
-its inputs. So each record leaves through *slots*: extra inputs of the record's shapes that hold no
-memory and take no part in the forward pass, and whose gradients are the record's tensors.
+its inputs. So each record leaves through *outlets*: extra inputs of the record's shapes that hold
+no memory and take no part in the forward pass, and whose gradients are the record's tensors.
 """
 
 from __future__ import annotations
@@ -173,17 +173,17 @@ class Graph:
     def _run(self, variant: Variant, inputs: Sequence[Any]) -> Any:
         capture, live = self.capture, self.capture.live
         assert live is not None
-        slots: tuple[Tensor, ...] = ()
+        outlets: tuple[Tensor, ...] = ()
         if variant.taps:
             live.met, live.autocast = True, variant.taps[0].call.autocast
             data = {x.data_ptr() for x in inputs if isinstance(x, Tensor) and not x.requires_grad}
-            slots = Receive.apply(capture.trigger, capture, live, variant.taps, data)
+            outlets = Receive.apply(capture.trigger, capture, live, variant.taps, data)
         live.claims.update(variant.claims)
-        out = variant.run(*inputs, *slots)
+        out = variant.run(*inputs, *outlets)
         live.fixed += [(t, version_of(t)) for t in variant.constants]
         for t, origin in zip(tensors_in(out), variant.outputs, strict=True):
             note_output(capture.provenance, t, origin)
-            if t.requires_grad and slots:
+            if t.requires_grad and outlets:
                 t.register_hook(lambda g: capture.keeper.first_gradient(live))
         return out
 
@@ -192,8 +192,8 @@ class Graph:
         gm = fx.GraphModule(self.gm, copy.deepcopy(self.gm.graph))
         fix_numbers(gm, inputs)
         self._taps += taps.values()
-        slots = insert_taps(gm, taps)
-        zeros = [s.make().requires_grad_() for s in slots]
+        outlets = insert_taps(gm, taps)
+        zeros = [s.make().requires_grad_() for s in outlets]
         run = self.compile(gm, [*inputs, *zeros])
         all_taps = tuple(tap for here in taps.values() for tap in here)
         constants = [t for tap in all_taps for node, _ in tap.records for t in node.constants()]
@@ -201,7 +201,7 @@ class Graph:
 
 
 class Receive(torch.autograd.Function):
-    """Makes the slots; its backward gets their gradients, the records."""
+    """Makes the outlets; its backward gets their gradients, the records."""
 
     @staticmethod
     def forward(
@@ -212,19 +212,19 @@ class Receive(torch.autograd.Function):
         ctx.capture, ctx.micro, ctx.taps, ctx.data = capture, micro, taps, data
         zeros: dict[Any, Tensor] = {}
         made = []
-        for slot in (s for tap in taps for s in tap.slots):
-            kind = slot.carrier, slot.device
+        for outlet in (s for tap in taps for s in tap.outlets):
+            kind = outlet.carrier, outlet.device
             if kind not in zeros:
                 zeros[kind] = torch.zeros((), dtype=kind[0], device=kind[1])
-            made.append(zeros[kind].expand(slot.shape))
+            made.append(zeros[kind].expand(outlet.shape))
         return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *tensors: Tensor | None) -> Any:
         left = iter(tensors)
         for tap in ctx.taps:
-            given = [t for t in (next(left) for _ in tap.slots) if t is not None]
-            if len(given) < len(tap.slots):
+            given = [t for t in (next(left) for _ in tap.outlets) if t is not None]
+            if len(given) < len(tap.outlets):
                 continue  # nothing of the loss went through here
             with DisableTorchFunction(), torch.no_grad():
                 # an input as it came: the next micro-batch may be written to its memory

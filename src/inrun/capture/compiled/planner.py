@@ -1,6 +1,6 @@
 """Planning a compiled graph: where its parameters meet examples, and the taps that go there.
 
-See backend.py for how graphs come here and what slots are.
+See backend.py for how graphs come here and what outlets are.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from inrun.capture.functions import opened
+from inrun.capture.mode import opened
 from inrun.capture.provenance import CONSTANT, Origin, Provenance, follows_rows
 from inrun.capture.site import Site
 from inrun.capture.tap import Tap, tapped
 from inrun.errors import CaptureError
 from inrun.gradients import Call, Record
-from inrun.gradients.call import operand
+from inrun.gradients.call import flatten, operand
+from inrun.gradients.embedding import Lookup
 from inrun.gradients.linear import padded
 from inrun.gradients.nodes import Node, value
-from inrun.gradients.records import Aligned, Dense, Lookup, Pair, short_by, wide_type
-from inrun.tensors.arguments import flatten
+from inrun.gradients.records import Aligned, Dense, Pair, short_by, wide_type
 from inrun.tensors.layout import name_of, tensors_in
 from inrun.torch_compat import (
     DisableTorchFunction,
@@ -43,7 +43,7 @@ class UnplannableError(Exception):
 
 
 @dataclass(frozen=True)
-class Slot:
+class Outlet:
     """A tensor that leaves the backward pass. Whole numbers travel as float64."""
 
     shape: tuple[int, ...]
@@ -51,8 +51,8 @@ class Slot:
     device: torch.device
 
     @staticmethod
-    def like(t: Tensor) -> Slot:
-        return Slot(tuple(t.shape), t.dtype, t.device)
+    def like(t: Tensor) -> Outlet:
+        return Outlet(tuple(t.shape), t.dtype, t.device)
 
     @property
     def carrier(self) -> torch.dtype:
@@ -78,7 +78,7 @@ class CompiledTap:
     opened: tuple[int, ...]  # composite calls of the node, whose inner calls count
     records: tuple[tuple[Node, Record], ...]
     raw: bool
-    slots: tuple[Slot, ...]
+    outlets: tuple[Outlet, ...]
 
     @cached_property
     def only_dense(self) -> bool:
@@ -86,7 +86,7 @@ class CompiledTap:
         return not self.raw and all(type(r) is Dense for _, r in self.records)
 
     def send(self, site: Site, call: Call, delta: Tensor, loose: Any = ()) -> list[Tensor]:
-        """Inside the graph: gradients of the summed leaves, then of the slots."""
+        """Inside the graph: gradients of the summed leaves, then of the outlets."""
         pairs = site.records(call, delta)
         tensors = [t for _, record in pairs for t in record.tensors()]
         if self.raw:
@@ -94,10 +94,10 @@ class CompiledTap:
         return [*site.totals(call, pairs, _unrolled), *tensors]
 
     def arrived(self, tensors: Sequence[Tensor]) -> list[tuple[Node, Record]]:
-        """Outside: make records of the tensors that left through the slots."""
+        """Outside: make records of the tensors that left through the outlets."""
         if self.only_dense:
             return [(r[0], _dense(t)) for r, t in zip(self.records, tensors, strict=True)]
-        given = [t.to(s.dtype) for t, s in zip(tensors, self.slots, strict=True)]
+        given = [t.to(s.dtype) for t, s in zip(tensors, self.outlets, strict=True)]
         if self.raw:
             leaves = list(self.call.leaves)
             for i, x in zip(self.site.batched, given[1:], strict=True):
@@ -125,14 +125,14 @@ def _unrolled(rows: Tensor) -> Tensor:
     return total
 
 
-def insert_taps(gm: fx.GraphModule, taps: dict[str, list[CompiledTap]]) -> list[Slot]:
+def insert_taps(gm: fx.GraphModule, taps: dict[str, list[CompiledTap]]) -> list[Outlet]:
     """Give the nodes their taps and the graph the inputs for them; returns these."""
-    slots = [s for here in taps.values() for tap in here for s in tap.slots]
+    outlets = [s for here in taps.values() for tap in here for s in tap.outlets]
     with gm.graph.inserting_before(next(n for n in gm.graph.nodes if n.op != "placeholder")):
-        places = iter([gm.graph.placeholder(f"inrun_slot_{i}") for i in range(len(slots))])
+        places = iter([gm.graph.placeholder(f"inrun_outlet_{i}") for i in range(len(outlets))])
     for node in [n for n in gm.graph.nodes if n.name in taps]:
         here = taps[node.name]
-        own = [next(places) for tap in here for _ in tap.slots]
+        own = [next(places) for tap in here for _ in tap.outlets]
         target = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
         may_pad = layout_unseen(node)
         with gm.graph.inserting_after(node):
@@ -143,7 +143,7 @@ def insert_taps(gm: fx.GraphModule, taps: dict[str, list[CompiledTap]]) -> list[
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
     gm.recompile()
-    return slots
+    return outlets
 
 
 def layout_unseen(node: fx.Node) -> bool:
@@ -166,8 +166,8 @@ def _with_taps(target: Any, taps: Sequence[CompiledTap], may_pad: bool) -> Calla
     """The node's operation with its taps. Runs when the backend traces the graph. ``may_pad``:
     no consumer depends on the memory layout of its result."""
 
-    def with_taps(slots: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        with _InsertTaps(taps, slots, may_pad):
+    def with_taps(outlets: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        with _InsertTaps(taps, outlets, may_pad):
             return target(*args, **kwargs)
 
     return with_taps
@@ -176,11 +176,13 @@ def _with_taps(target: Any, taps: Sequence[CompiledTap], may_pad: bool) -> Calla
 class _InsertTaps(TorchFunctionMode):
     """Counts calls as the planner did, and taps those that it marked."""
 
-    def __init__(self, taps: Sequence[CompiledTap], slots: Sequence[Tensor], may_pad: bool) -> None:
+    def __init__(
+        self, taps: Sequence[CompiledTap], outlets: Sequence[Tensor], may_pad: bool
+    ) -> None:
         super().__init__()
         self.taps = {tap.index: tap for tap in taps}
         self.opened = {i for tap in taps for i in tap.opened}
-        self.slots, self.count, self.may_pad = iter(slots), 0, may_pad
+        self.outlets, self.count, self.may_pad = iter(outlets), 0, may_pad
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -199,8 +201,8 @@ class _InsertTaps(TorchFunctionMode):
         operation = partial(padded, missing=missing) if missing else func
         given_args, given_kwargs = spec.unflatten(given)
         out = operation(*given_args, **given_kwargs)
-        slots = [next(self.slots) for _ in tap.slots]
-        extras = [*(leaves[i] for i in site.summed), *slots]
+        outlets = [next(self.outlets) for _ in tap.outlets]
+        extras = [*(leaves[i] for i in site.summed), *outlets]
         call = call.with_(shape=out.shape)
         out = tapped(Tap.apply, out, call, site, tap.send, None, extras)
         return out[..., :-missing] if missing else out
@@ -297,7 +299,7 @@ class Planner(fx.Interpreter):
     def _note(
         self, out: Tensor, call: Call, site: Site, receive: Any, trigger: Any, *extras: Tensor
     ) -> Tensor:
-        """Called in the place of ``Tap.apply``: note the tap and what leaves through its slots."""
+        """Called in the place of ``Tap.apply``: note the tap and what its outlets carry."""
         assert self.node is not None
         out = out.reshape(call.shape)
         device = out.device.type
@@ -318,7 +320,7 @@ class Planner(fx.Interpreter):
             opened=tuple(self.interceptor.opened),
             records=tuple((n, r.map(lambda t: torch.empty(0))) for n, r in pairs),
             raw=raw,
-            slots=tuple(Slot.like(t) for t in sent),
+            outlets=tuple(Outlet.like(t) for t in sent),
         )
         self.taps.setdefault(self.node.name, []).append(tap)
         return out

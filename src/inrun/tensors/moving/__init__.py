@@ -3,8 +3,7 @@
 ``moved`` gives the map of an operation's output from those of its inputs, ``MIXED`` where the
 output is the same for all examples, and raises ``UnknownOwnerError`` where it cannot tell. Each
 rule is the operation itself, applied to the map. Numbers that are computed from several examples
-stay with the slot they are in (BatchNorm, attention, a softmax over the batch): a slot belongs to
-its owner.
+keep the owner of the place they are in (BatchNorm, attention, a softmax over the batch).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def moved(move: Move) -> Tensor | Kind:
         maps = [m for _, m in move.maps(move.args, move.kwargs)]
         alone = all(m.numel() == 1 for m in maps)  # all numbers are one example's
         return together([m.view(()) for m in maps], move.agree) if alone else MIXED
-    rule = _RULES.get(name) or (places.aligned if is_pointwise(name) else None)
+    rule = _MOVE_RULES.get(name) or (places.aligned if is_pointwise(name) else None)
     if rule is None:
         raise UnknownOwnerError
     if "input" in move.kwargs:
@@ -51,8 +50,8 @@ def moved(move: Move) -> Tensor | Kind:
     return found
 
 
-Rule = Callable[[Move], "Tensor | Kind"]
-_RULES: dict[str, Rule] = {
+MoveRule = Callable[[Move], "Tensor | Kind"]
+_MOVE_RULES: dict[str, MoveRule] = {
     **dict.fromkeys(ELEMENTWISE, places.aligned),
     **dict.fromkeys(REDUCTIONS, products.reduced),
     **dict.fromkeys(ALONG, places.along),

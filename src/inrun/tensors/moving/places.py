@@ -64,7 +64,7 @@ def rows(move: Move) -> Tensor:
 
 
 def along(move: Move) -> Tensor | Kind:
-    """``sort``, ``fft`` and friends: slots stay where they are, unless rows are sorted."""
+    """``sort``, ``fft`` and friends: owners stay where they are, unless rows are sorted."""
     x, name = move.first, name_of(move.func)
     m = move.find(x)
     if m is None or x.ndim != move.out.ndim:
@@ -195,7 +195,7 @@ def _joined(move: Move, pairs: Sequence[tuple[Tensor, Sequence[int]]], dim: int)
     if all(m.shape[dim] == 1 for m in maps):
         own = [m for m in maps if bool((m != NOBODY).any())] if _host(maps) else []
         if own and len(own) == len(maps):
-            try:  # the same slots beside each other in another dimension
+            try:  # the same owners beside each other in another dimension
                 return together(maps, _certain)
             except UnknownOwnerError:
                 pass
