@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import os
 import subprocess
@@ -12,10 +13,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import inrun
 from inrun.bench import Options, measure, models
+from inrun.bench.shapes import SHAPES, run_shapes
 from inrun.bench.trainers import VARIANTS, Trainer, make_optimizer
 from inrun.cli.app import app
 from inrun.exact import reference
@@ -270,3 +273,28 @@ def test_by_itself_it_needs_no_ledger_on_disk(tmp_path):
     args = [sys.executable, "-m", "inrun.bench", "--device", "cpu", "--model", "resnet"]
     done = subprocess.run(args, env=env, capture_output=True, text=True)
     assert done.stderr.startswith("inrun: --model resnet: choose gpt2") and done.returncode == 2
+
+
+def test_a_list_of_shapes_is_one_table(monkeypatch, tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    tiny = "hf:llama,hidden_size=16,intermediate_size=32,num_hidden_layers=1,"
+    tiny += "num_attention_heads=2,num_key_value_heads=2,vocab_size=16"
+    vit = "hf:vit,hidden_size=16,intermediate_size=32,num_hidden_layers=1,num_attention_heads=2,"
+    vit += "image_size=8,patch_size=4"
+    shapes = [
+        {"model": f"{tiny},lora=2", "batch": 2, "length": 4, "mode": "eager"},
+        {"model": vit, "batch": 3, "length": 1, "mode": "eager"},
+    ]
+    monkeypatch.setitem(SHAPES, "finetune", {"cpu": shapes, "cuda": shapes})
+    out = tmp_path / "table.json"
+    console = Console(record=True, width=120, file=io.StringIO())
+    found = run_shapes("finetune", out, console, False, device="cpu", steps=3, warmup=1, rounds=1)
+    assert json.loads(out.read_text()) == json.loads(json.dumps(found))
+    text = console.export_text()
+    assert "llama lora=2" in text and "2 × 4" in text and "vit" in text
+    rows = [row for run in found["runs"] for row in run["rows"]]
+    assert [row["variant"] for row in rows] == ["plain", "fast", "bitwise"] * 2
+    assert all(row["status"] == "ok" for row in rows), [row["message"] for row in rows]
+    with pytest.raises(ValueError, match="--shapes other: choose finetune"):
+        run_shapes("other", None, console, False)

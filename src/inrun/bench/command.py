@@ -9,6 +9,7 @@ import typer
 
 from inrun.bench.options import DTYPES, MODES, OPTIMIZERS, USUAL, Options
 from inrun.bench.run import run_bench
+from inrun.bench.shapes import SHAPES, run_shapes
 from inrun.bench.trainers import VARIANTS
 from inrun.console import Force, Json, console, plain_errors
 from inrun.console import as_json as json_text
@@ -64,6 +65,13 @@ def bench(
         str | None, typer.Option(metavar="|".join(USUAL), help="A GPU where there is one.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of weights and data.")] = 0,
+    shapes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(SHAPES),
+            help="Measure a list of models and batches, one line each, instead of one model.",
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the numbers to this JSON file.")] = None,
     force: Force = False,
     as_json: Json = False,
@@ -74,6 +82,15 @@ def bench(
     training. tangent: the paper's estimator. ghost, materialise: fast with that form forced.
     direct-loop, direct-vmap: the paper's Direct baseline, all per-example gradients at once.
     """
+    if shapes is not None:
+        result = run_shapes(
+            shapes, out, console(stderr=as_json), force, validation=validation, targets=targets,
+            dtype=dtype, optimizer=optimizer, variants=variants, warmup=warmup, steps=steps,
+            rounds=rounds, device=device, seed=seed,
+        )  # fmt: skip
+        if as_json:
+            typer.echo(json_text(result))
+        return
     options = Options.of(
         model=model, batch=batch, length=length, validation=validation, targets=targets,
         vocab=vocab, dtype=dtype, optimizer=optimizer, mode=mode, variants=variants,

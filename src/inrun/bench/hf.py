@@ -33,6 +33,7 @@ def causal_model(name: str, length: int, vocab: int | None) -> tuple[nn.Module, 
         raise ValueError("hf: models need transformers: pip install 'inrun[hf]'") from None
     kind, *pairs = name.split(",")
     overrides = PLAIN | dict(_pair(p) for p in pairs) | ({"vocab_size": vocab} if vocab else {})
+    rank = overrides.pop("lora", None)
     if Path(kind, "config.json").is_file():
         config = AutoConfig.from_pretrained(kind, local_files_only=True, **overrides)
     else:
@@ -58,7 +59,32 @@ def causal_model(name: str, length: int, vocab: int | None) -> tuple[nn.Module, 
             raise
         raise ValueError(f"--model hf:{kind}: transformers has no causal model of it") from None
     model.loss_type = "ForCausalLM"  # GPT-2's head has another name; transformers would warn
-    return model, config.vocab_size
+    return model if rank is None else with_lora(model, rank), config.vocab_size
+
+
+def image_model(name: str) -> tuple[nn.Module, int]:
+    """A vision transformer for image classification, and the size of its images; ``name`` is
+    ``vit`` with overrides of its configuration."""
+    try:
+        from transformers import ViTConfig, ViTForImageClassification
+    except ImportError:
+        raise ValueError("hf: models need transformers: pip install 'inrun[hf]'") from None
+    overrides: dict[str, Any] = {"image_size": 224, "num_labels": 10}
+    overrides |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    overrides |= dict(_pair(p) for p in name.split(",")[1:])
+    return ViTForImageClassification(ViTConfig(**overrides)), int(overrides["image_size"])
+
+
+def with_lora(model: nn.Module, rank: int) -> nn.Module:
+    """The model with adapters of this rank on all linear layers but the head; only these train."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise ValueError("lora=...: needs peft: pip install peft") from None
+    wanted = LoraConfig(r=rank, lora_dropout=0.0, target_modules="all-linear")
+    whole: Any = model
+    adapted: nn.Module = get_peft_model(whole, wanted)
+    return adapted
 
 
 def _pair(text: str) -> tuple[str, Any]:

@@ -84,6 +84,11 @@ def _model(name: str, length: int, vocab: int | None) -> tuple[nn.Module, Callab
         if vocab is not None:
             raise ValueError("--vocab is for text models, not for convnet")
         return ConvNet(), images
+    if re.match(r"hf:vit(,|$)", name):
+        from inrun.bench.hf import image_model
+
+        found, side = image_model(name.removeprefix("hf:"))
+        return found, lambda n: pixels(n, side)
     if name.startswith("hf:"):
         from inrun.bench.hf import causal_model
 
@@ -114,6 +119,11 @@ def tokens(n: int, length: int, vocab: int, shifted: str | None = None) -> Batch
 
 def images(n: int) -> Batch:
     return {"inputs": torch.randn(n, *IMAGE), "labels": torch.randint(CLASSES, (n,))}
+
+
+def pixels(n: int, side: int) -> Batch:
+    """Images as the vision models of transformers take them."""
+    return {"pixel_values": torch.randn(n, 3, side, side), "labels": torch.randint(CLASSES, (n,))}
 
 
 class LanguageModel(GPT):
