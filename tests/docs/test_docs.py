@@ -9,7 +9,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-PAGES = ["README.md", "docs/optimizers.md", "docs/operations.md"]
+PAGES = ["README.md", "docs/optimizers.md", "docs/operations.md", "docs/packed.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -483,6 +483,17 @@ REFUSED = {
 }  # fmt: skip
 
 
+def test_learned_states_of_packed_sequences_are_refused():
+    def packed(m, x):
+        rows = pack_padded_sequence(x, [5, 3, 2], batch_first=True)
+        return m.rnn(rows, m.h.expand(1, len(x), H).contiguous())[0].data
+
+    model = Made(packed, rnn=nn.GRU(D, H), h=torch.randn(1, 1, H))
+    p = Problem(model, (torch.randn(3, T, D),), 3, lambda m, b: m(b[0]), loss)
+    with pytest.raises(inrun.CaptureError, match=r"'gru'.*state .*of packed sequences is made of"):
+        captured(p)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     function, options, message = REFUSED[name]

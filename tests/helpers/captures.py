@@ -29,6 +29,16 @@ def gradients_of(micro):
     return rows
 
 
+def nobodys(micro):
+    """Gradients that belong to no example: [*W] by parameter."""
+    found = {}
+    for node, records in micro.records.items():
+        for record in records:
+            for k, g in pull_back(node, record.rows()[micro.B :]).items():
+                found[k] = found.get(k, 0) + g.sum(0)
+    return found
+
+
 def reference_rows(problem: Problem):
     return reference.per_example_gradients(
         problem.model, problem.batch, problem.B, problem.forward, problem.loss, problem.batch_dim

@@ -141,12 +141,18 @@ def _ratio(off: float, size: float) -> float:
 
 def compare(
     check: Check, ids: np.ndarray, estimate: np.ndarray, rows: Mapping[str, Tensor],
-    params: Mapping[str, Tensor], model: nn.Module,
+    nobody: Mapping[str, Tensor], params: Mapping[str, Tensor], model: nn.Module,
     optimizer: Optimizer, loss: Callable[[], float], clip: Any,
 ) -> None:  # fmt: skip
     """Fill in a check: exact Shapley values by the real optimizer on copies. ``rows`` are the
-    per-example gradients, ``clip`` what happens to a coalition's before the optimizer sees it."""
-    n = len(ids)
+    per-example gradients, ``clip`` what happens to a coalition's before the optimizer sees it.
+    ``nobody``, what belongs to no example (a penalty), joins coalitions like one more example,
+    whose value is dropped."""
+    if nobody:
+        zeros = {k: rows[k].new_zeros(1, *rows[k].shape[1:]) for k in rows.keys() - nobody.keys()}
+        last = zeros | {k: g[None] for k, g in nobody.items()}
+        rows = {k: torch.cat([rows[k], last[k]]) for k in rows}
+    n = len(ids) + bool(nobody)
     name_of = {id(p): k for k, p in params.items()}
     gradients: list[Tensor | None] = []
     for group in optimizer.param_groups:
@@ -156,14 +162,16 @@ def compare(
                 own = (p.grad / n).expand(n, *p.shape)
             gradients.append(own)
     utility = reference.coalition_utility(model, optimizer, gradients, loss, clip)
-    share = utility(frozenset()) - utility(frozenset(range(n)))
+    share, error = utility(frozenset()) - utility(frozenset(range(n))), None
     if n <= EXACT_UP_TO:
         check.coalitions = 2**n
-        check.fill(ids, estimate, -reference.exact_shapley(n, utility), None, share)
+        phi = reference.exact_shapley(n, utility)
     else:
         phi, error = reference.permutation_shapley(n, utility, check.permutations)
         check.coalitions = check.permutations * n
-        check.fill(ids, estimate, -phi, error, share)
+        error = error[: len(ids)]
+    share += phi[len(ids) :].sum()
+    check.fill(ids, estimate, -phi[: len(ids)], error, share)
     print(check)
 
 
@@ -181,6 +189,22 @@ def per_example(params: Mapping[str, Tensor], micros: Sequence[MicroBatch]) -> d
                     rows[k][start : start + micro.B] += g[: micro.B].to(p.device, p.dtype)
         start += micro.B
     return rows
+
+
+def nobodys(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
+    """What belongs to no example, by parameter: [*W]; only parameters that have such a part."""
+    found: dict[str, Tensor] = {}
+    for micro in micros:
+        for node, records in micro.records.items():
+            for record in records if micro.nobody else ():
+                for k, g in pull_back(node, record.rows()[micro.B :]).items():
+                    found[k] = found.get(k, 0) + g.sum(0)
+    return {k: g for k, g in found.items() if bool(g.any())}
+
+
+def without(G: Mapping[str, Tensor], nobody: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The batch's gradient without nobody's part."""
+    return {k: g - nobody[k].to(g) if k in nobody else g for k, g in G.items()}
 
 
 def gradient_errors(G: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> dict[str, float]:

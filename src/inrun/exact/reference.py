@@ -267,5 +267,5 @@ def values(
         moves = g.abs() > 1e-10 * r.abs().sum(
             0
         )  # zero but for rounding: the batch does not move it
-        total += (c * v * r * moves).flatten(1).sum(1)
+        total += (c * v * r * moves).reshape(len(r), -1).sum(1)
     return total

@@ -127,7 +127,8 @@ def verified_rows(
     check: Check, model: nn.Module, params: Mapping[str, Tensor], micros: Sequence[MicroBatch],
     captured: dict[str, Tensor], G: Mapping[str, Tensor], rounding: float,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The per-example gradients to compare with: each row's own where these can be had.
+    """The per-example gradients to compare with: each row's own where these can be had. ``G`` is
+    .grad without what belongs to nobody.
 
     Notes in the check how far the captured ones are from them, or why that is not known.
     """
@@ -214,7 +215,8 @@ def _difference(found: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> floa
 
 
 def _norms(rows: Mapping[str, Tensor]) -> Tensor:
-    return torch.stack([r.double().flatten(1).square().sum(1) for r in rows.values()]).sum(0).sqrt()
+    squares = [r.double().reshape(len(r), -1).square().sum(1) for r in rows.values()]
+    return torch.stack(squares).sum(0).sqrt()
 
 
 def _alone(

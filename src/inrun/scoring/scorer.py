@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from inrun.capture.micro_batch import MicroBatch
 from inrun.errors import CaptureError
-from inrun.exact.check import Check, compare, gradient_errors, per_example
+from inrun.exact.check import Check, compare, gradient_errors, nobodys, per_example, without
 from inrun.exact.repeat import verified_rows
 from inrun.ledger.entries import Audit
 from inrun.optimizers import rule_for
@@ -358,7 +358,8 @@ class Scorer:
             return
         if self.conclusion.add_up(step.number, step.tolerance, values, expected):
             return
-        errors = gradient_errors(step.G, per_example(self.params, step.micros))
+        G = without(step.G, nobodys(step.micros))
+        errors = gradient_errors(G, per_example(self.params, step.micros))
         off = [k for k, e in errors.items() if e > step.tolerance]
         where = f". Parameters concerned: {', '.join(off[:5]) or 'unknown'}."
         raise CaptureError(self.conclusion.message + where)
@@ -369,13 +370,12 @@ class Scorer:
         """Fill in ``check``: the values of the first estimator beside exact Shapley values."""
         check.step, check.estimator = step.number, self.estimators[0].name
         with no_autocast(values.device.type):
-            rows = per_example(self.params, step.micros)
-        check.gradient_error = max(gradient_errors(step.G, rows).values())
-        rows = verified_rows(
-            check, self.model, self.params, step.micros, rows, step.G, step.tolerance
-        )
+            rows, nobody = per_example(self.params, step.micros), nobodys(step.micros)
+        G = without(step.G, nobody)
+        check.gradient_error = max(gradient_errors(G, rows).values())
+        rows = verified_rows(check, self.model, self.params, step.micros, rows, G, step.tolerance)
         compare(
-            check, ids, values.mean(0).cpu().numpy(), rows,
+            check, ids, values.mean(0).cpu().numpy(), rows, nobody,
             self.params, self.model, self.optimizer,
             lambda: float(np.mean(self.validator.losses())), clipping.function(),
         )  # fmt: skip
