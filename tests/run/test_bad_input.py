@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
-from inrun.scoring.scorer import _finite
+from inrun.scoring.received import all_finite
 
 X, Y = torch.zeros(30, 4), torch.zeros(30, dtype=torch.long)
 
@@ -361,7 +361,7 @@ def test_non_finite_training_gradients_make_the_step_void():
 )
 def test_large_gradients_are_finite(numbers, dtype, finite):
     fine = torch.ones(3, dtype=torch.float64)
-    assert bool(_finite([fine, torch.tensor(numbers, dtype=dtype)])) is finite
+    assert bool(all_finite([fine, torch.tensor(numbers, dtype=dtype)])) is finite
 
 
 def test_a_model_with_nothing_to_train_is_refused():
