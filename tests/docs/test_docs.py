@@ -42,6 +42,16 @@ def test_links_lead_somewhere():
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_the_readme_refuses_what_the_docs_refuse():
+    def heads(page, title):
+        section = (ROOT / page).read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+        return [h.strip(".:") for h in re.findall(r"^\* \*\*(.*?)\*\*", section, re.MULTILINE)]
+
+    refused = heads("docs/operations.md", "What is refused")
+    assert len(refused) > 3
+    assert heads("README.md", "What it cannot do") == refused
+
+
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 90
 
