@@ -19,6 +19,7 @@ import pytest
 import inrun
 from inrun.ledger import LedgerError, committed, files, writer
 from inrun.ledger.entries import Audit, MemoryLedger, StepEntry
+from inrun.ledger.folder import VERSION
 from inrun.ledger.saved import Store, open_run
 
 ESTIMATORS = ["secant", "sgd"]
@@ -419,8 +420,8 @@ def test_other_folders_are_refused(tmp_path):
 def test_newer_format_is_refused(tmp_path):
     fill(tmp_path / "run", make_records(3)).close()
     file = tmp_path / "run" / "run.json"
-    file.write_text(file.read_text().replace('"version": 2', '"version": 99'))
-    with pytest.raises(LedgerError, match="format 99, this inrun reads 2"):
+    file.write_text(file.read_text().replace(f'"version": {VERSION}', '"version": 99'))
+    with pytest.raises(LedgerError, match=f"format 99, this inrun reads {VERSION}"):
         open_run(tmp_path / "run")
 
 

@@ -91,6 +91,8 @@ def info(run: RunPath, estimator: Estimator = None, as_json: Json = False) -> No
 
     explained = sum of values / batch share over the audited steps: 100 % means that the values add
     up to what the batches did. The momentum share is what momentum and decay did; nobody gets it.
+    Where a loss has a part that belongs to no example (a penalty on weights), what it did is
+    nobody's part of the batch share, and explained counts it with the values.
     """
     from inrun.report.facts import describe, facts_of
 

@@ -173,7 +173,7 @@ def per_example(params: Mapping[str, Tensor], micros: Sequence[MicroBatch]) -> d
     rows: dict[str, Tensor] = {}
     start = 0
     for micro in micros:
-        for node, records in micro.records.items():
+        for node, records in micro.by_example():
             for record in records:
                 for k, g in pull_back(node, record.rows()).items():
                     p = params[k]

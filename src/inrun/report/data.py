@@ -158,7 +158,8 @@ def _audit(steps: pd.DataFrame) -> dict[str, Any] | None:
     )
     series: dict[str, Any] = {"step": audited["step"].to_numpy()[keep].tolist()}
     series["loss"] = _numbers(audited["loss"].iloc[keep])
-    for name in ("sum", "batch_share", "momentum_share", "residual"):
+    nobody = ("nobody",) if audited["nobody"].any() else ()
+    for name in ("sum", *nobody, "batch_share", "momentum_share", "residual"):
         series[name] = _numbers(audited[name].cumsum().iloc[keep])
     return series | {"audited": len(audited), "steps": len(steps)}
 
