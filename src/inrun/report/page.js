@@ -126,4 +126,5 @@ header();
 overview();
 audit();
 examples();
+tokens();
 groups();
