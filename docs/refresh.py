@@ -35,7 +35,20 @@ def refresh(page: Path, folder: Path) -> None:
     page.write_text(MARK.sub(lambda m: m[1] + output(m[2], folder) + m[4], text), "utf-8")
 
 
-def pictures(report: Path) -> None:
+SHOTS = {  # name: width, height, dark, section
+    "report-light": (1200, 1000, False, None),
+    "report-dark": (1200, 1000, True, None),
+    "report-suspects-light": (1200, 1000, False, "suspects"),
+    "report-suspects-dark": (1200, 1000, True, "suspects"),
+    "report-adds-up-light": (1200, 1000, False, "adds-up"),
+    "report-groups-dark": (1200, 1000, True, "groups"),
+    "report-phone-light": (390, 844, False, "suspects"),
+    "report-phone-dark": (390, 844, True, None),
+}
+TEXT_SHOTS = {"report-tokens-light": (1200, 800, False, "tokens")}  # of the text demo
+
+
+def pictures(report: Path, shots: dict[str, tuple[int, int, bool, str | None]]) -> None:
     """The report in both themes and on a phone."""
     from selenium import webdriver
 
@@ -46,16 +59,6 @@ def pictures(report: Path) -> None:
     options.add_argument("--force-prefers-reduced-motion")
     service = webdriver.ChromeService(shutil.which("chromedriver"))
     browser = webdriver.Chrome(options=options, service=service)
-    shots = {  # name: width, height, dark, section
-        "report-light": (1200, 1000, False, None),
-        "report-dark": (1200, 1000, True, None),
-        "report-suspects-light": (1200, 1000, False, "suspects"),
-        "report-suspects-dark": (1200, 1000, True, "suspects"),
-        "report-adds-up-light": (1200, 1000, False, "adds-up"),
-        "report-groups-dark": (1200, 1000, True, "groups"),
-        "report-phone-light": (390, 844, False, "suspects"),
-        "report-phone-dark": (390, 844, True, None),
-    }
     try:
         for name, (width, height, dark, section) in shots.items():
             size = {"width": width, "height": height, "deviceScaleFactor": 1}
@@ -76,4 +79,5 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     for page in sorted((DOCS / "commands").glob("*.md")):
         refresh(page, folder)
-    pictures(folder / "runs" / "demo-digits" / "report.html")
+    pictures(folder / "runs" / "demo-digits" / "report.html", SHOTS)
+    pictures(folder / "runs" / "demo-text" / "report.html", TEXT_SHOTS)

@@ -67,6 +67,25 @@ def list_of_examples(name: str, B: int, dim: int) -> CaptureError:
     )
 
 
+def no_positions(name: str, shape: tuple[int, ...], dtype: Any) -> BatchError:
+    """For tokens=True and an input whose two leading dimensions are not examples and positions."""
+    return BatchError(
+        f"run.batch(ids, tokens=True) gives each position of the model's input a value, and {name} "
+        f"({dtype}, shape {shape}) has no dimension of positions after that of the examples: it "
+        "takes integers [B, T] or vectors [B, T, ...]. Leave out tokens=True for this model."
+    )
+
+
+def mixed_positions(error: CaptureError) -> CaptureError:
+    """For tokens=True in a batch that is refused, perhaps because of it."""
+    return CaptureError(
+        f"run.batch(ids, tokens=True) tells positions apart, not only examples, so it refuses "
+        "operations that compute one position from others with the same parameters (recurrence and "
+        "convolution over positions, a token that the model adds). Without tokens=True such a "
+        f"model may be scored. Here: {error}"
+    )
+
+
 def two_dimensions(name: str, shape: tuple[int, ...], batch_dim: int, dim: int) -> CaptureError:
     """For an input two of whose dimensions could hold the examples: the loop has transposed it."""
     return CaptureError(

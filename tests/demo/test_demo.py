@@ -64,7 +64,12 @@ def test_the_text_demo_names_passages_for_each_question(tmp_path, monkeypatch):
             *some
         }
         assert passages.QUESTIONS[name].split("?")[0] in " ".join(result.stderr.split())
-    assert (tmp_path / "demo" / "report.html").exists()
+    page = (tmp_path / "demo" / "report.html").read_text("utf-8")
+    by_word = json.loads(page.split('id="data">')[1].split("</script>")[0])["tokens"]
+    assert by_word["count"] == passages.BATCH and by_word["words"]
+    for text in by_word["texts"]:  # the last step, in the words of the passage
+        assert text["step"] == 7
+        assert some[text["id"]].startswith("".join(piece for piece, *_ in text["pieces"]))
 
 
 def test_passages_are_readable_pieces_that_come_once():

@@ -24,7 +24,7 @@ def gradients_of(micro):
     rows = {}
     for node, records in micro.records.items():
         for record in records:
-            for k, g in pull_back(node, record.rows()[: micro.B]).items():  # without nobody's
+            for k, g in pull_back(node, record.rows()[: micro.rows]).items():  # without nobody's
                 rows[k] = rows[k] + g if k in rows else g
     return rows
 

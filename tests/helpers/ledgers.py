@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 
 from inrun.ledger.entries import Audit, MemoryLedger, StepEntry
-from inrun.ledger.files import signed
+from inrun.ledger.files import sha256_of, signed
+from inrun.ledger.parts import STEPS, content_hash
 from inrun.ledger.saved import Store
 
 TABLES = ("values", "history", "harm", "steps")
@@ -83,6 +85,25 @@ def damage(data: bytes, rng: np.random.Generator) -> bytes:
         return bytes(changed)
     pieces = {3: data[:a], 4: data[:a] + bytes(b - a) + data[b:], 5: data[:a] + data[b:]}
     return pieces.get(int(kind), data[:b] + data[a:])
+
+
+def as_format_2(folder):
+    """As it was written before nobody's part was: parts without these columns."""
+    for file in sorted((folder / "steps").glob("*.parquet")):
+        table = pq.read_table(file)
+        old = table.select([c for c in table.column_names if not c.startswith("nobody")])
+        old = old.replace_schema_metadata(
+            {**(table.schema.metadata or {}), STEPS.encode(): content_hash(old).encode()}
+        )
+        pq.write_table(old, file, compression="zstd", write_page_checksum=True)
+
+    def parts(content):
+        for part in content["parts"]:
+            file = folder / "steps" / f"{part['name']}.parquet"
+            part["bytes"][1], part["sha256"][1] = file.stat().st_size, sha256_of(file)
+
+    edit(folder / "manifest.json", parts)
+    edit(folder / "run.json", lambda content: content | {"version": 2})
 
 
 def as_format_1(folder):

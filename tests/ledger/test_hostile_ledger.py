@@ -27,6 +27,7 @@ from helpers.ledgers import (
 )
 from inrun.ledger import LedgerError, files
 from inrun.ledger import tables as reading
+from inrun.ledger.folder import VERSION
 from inrun.ledger.saved import Store, open_run
 
 ROWS = list(records(20))
@@ -367,7 +368,7 @@ def test_a_ledger_of_format_1_is_readable_and_continued(tmp_path, base, right):
     for row in more:
         store.append(row)
     store.close()
-    assert json.loads((folder / "run.json").read_text())["version"] == 2
+    assert json.loads((folder / "run.json").read_text())["version"] == VERSION
     assert_same(tables(open_run(folder)), expected([*ROWS, *more]))
 
 

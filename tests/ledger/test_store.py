@@ -19,7 +19,9 @@ import pytest
 import inrun
 from inrun.ledger import LedgerError, committed, files, writer
 from inrun.ledger.entries import Audit, MemoryLedger, StepEntry
+from inrun.ledger.folder import VERSION
 from inrun.ledger.saved import Store, open_run
+from inrun.ledger.tokens import Tokens
 
 ESTIMATORS = ["secant", "sgd"]
 
@@ -40,7 +42,19 @@ def make_records(n, targets=2, kind="int", seed=0, every=1.0, pool=40):
             audit = Audit(*(rng.normal(size=targets) + 1 for _ in range(3)))
         void = "non-finite" if scored and rng.random() < 0.1 else None
         values = values if scored and void is None else None
-        yield StepEntry(step, ids, values, 1e-3 / (step + 1), 1 / every, void, audit)
+        own = {} if values is None else _positions(step, B, targets, np.random.default_rng(step))
+        yield StepEntry(step, ids, values, 1e-3 / (step + 1), 1 / every, void, audit, **own)
+
+
+def _positions(step, B, targets, rng):
+    """Nobody's part, and in some steps values of positions, with and without inputs."""
+    own = {"nobody": rng.normal(size=(len(ESTIMATORS), targets))} if step % 2 else {}
+    if step % 5 == 2:
+        sizes = rng.integers(0, 4, B)
+        V = rng.normal(size=(len(ESTIMATORS), targets, sizes.sum())).astype(np.float32)
+        inputs = rng.integers(0, 50, sizes.sum()) if step % 10 == 2 else None
+        own["tokens"] = Tokens(sizes, V, inputs)
+    return own
 
 
 def fill(path, records, targets=("a", "b"), config=None, flush=7):
@@ -53,7 +67,8 @@ def fill(path, records, targets=("a", "b"), config=None, flush=7):
 
 
 def tables(ledger, estimator):
-    return {k: getattr(ledger, k)(estimator) for k in ("values", "history", "harm", "steps")}
+    names = ("values", "history", "harm", "steps", "tokens")
+    return {k: getattr(ledger, k)(estimator=estimator) for k in names}
 
 
 def assert_same(a, b):
@@ -142,13 +157,18 @@ def test_pandas_reads_the_files_without_inrun(tmp_path):
     fill(tmp_path / "run", make_records(20, kind="str")).close()
     values = pd.read_parquet(tmp_path / "run" / "values")
     assert list(values.columns) == [
-        "step", "id", "weight", "secant:a", "secant:b", "sgd:a", "sgd:b",
+        "step", "id", "weight", "secant:a", "secant:b", "sgd:a", "sgd:b", "inputs",
+        "tokens:secant:a", "tokens:secant:b", "tokens:sgd:a", "tokens:sgd:b",
     ]  # fmt: skip
+    tokens = open_run(tmp_path / "run").tokens(estimator="sgd")
+    lists = values["tokens:sgd:b"].dropna()
+    assert len(tokens) > 5 and np.concatenate(lists.tolist()).tolist() == tokens["b"].tolist()
     by_hand = values.groupby("id")["sgd:b"].sum(min_count=1)
     ours = open_run(tmp_path / "run").values("sgd").set_index("id")["b"]
     np.testing.assert_allclose(by_hand, ours, rtol=1e-12)
     steps = pd.read_parquet(tmp_path / "run" / "steps")
     assert {"step", "lr", "examples", "weight", "void", "sum:secant", "loss_before:a"} <= set(steps)
+    assert "nobody:sgd:b" in steps
 
 
 # -- resuming ---------------------------------------------------------------------------------
@@ -280,14 +300,19 @@ def test_killed_at_every_system_call(tmp_path, monkeypatch, operation):
 
 
 def history_of(folder):
-    return Store.open(folder).history(0)
+    return _history(Store.open(folder))
 
 
 def history_of_records(records):
     memory = MemoryLedger(["a", "b"])
     for r in records:
         memory.append(r)
-    return memory.history(0)
+    return _history(memory)
+
+
+def _history(ledger):
+    """What was recorded of examples, and of their positions."""
+    return pd.concat([ledger.history(0), ledger.tokens(0)])
 
 
 # Starts this file as a script without the rest of inrun: torch takes longer to import than to kill.
@@ -419,8 +444,8 @@ def test_other_folders_are_refused(tmp_path):
 def test_newer_format_is_refused(tmp_path):
     fill(tmp_path / "run", make_records(3)).close()
     file = tmp_path / "run" / "run.json"
-    file.write_text(file.read_text().replace('"version": 2', '"version": 99'))
-    with pytest.raises(LedgerError, match="format 99, this inrun reads 2"):
+    file.write_text(file.read_text().replace(f'"version": {VERSION}', '"version": 99'))
+    with pytest.raises(LedgerError, match=f"format 99, this inrun reads {VERSION}"):
         open_run(tmp_path / "run")
 
 

@@ -36,6 +36,14 @@ Mode = Annotated[
     ),
 ]
 
+Shapes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(SHAPES),
+        help="Measure a list of models and batches, one line each, instead of one model.",
+    ),
+]
+
 
 def bench(
     model: Model = None,
@@ -65,13 +73,7 @@ def bench(
         str | None, typer.Option(metavar="|".join(USUAL), help="A GPU where there is one.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of weights and data.")] = 0,
-    shapes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="|".join(SHAPES),
-            help="Measure a list of models and batches, one line each, instead of one model.",
-        ),
-    ] = None,
+    shapes: Shapes = None,
     out: Annotated[Path | None, typer.Option(help="Write the numbers to this JSON file.")] = None,
     force: Force = False,
     as_json: Json = False,
@@ -82,21 +84,16 @@ def bench(
     training. tangent: the paper's estimator. ghost, materialise: fast with that form forced.
     direct-loop, direct-vmap: the paper's Direct baseline, all per-example gradients at once.
     """
-    if shapes is not None:
-        result = run_shapes(
-            shapes, out, console(stderr=as_json), force, validation=validation, targets=targets,
-            dtype=dtype, optimizer=optimizer, variants=variants, warmup=warmup, steps=steps,
-            rounds=rounds, device=device, seed=seed,
-        )  # fmt: skip
-        if as_json:
-            typer.echo(json_text(result))
-        return
-    options = Options.of(
-        model=model, batch=batch, length=length, validation=validation, targets=targets,
-        vocab=vocab, dtype=dtype, optimizer=optimizer, mode=mode, variants=variants,
-        warmup=warmup, steps=steps, rounds=rounds, verify=verify, device=device, seed=seed,
+    common = dict(
+        validation=validation, targets=targets, dtype=dtype, optimizer=optimizer,
+        variants=variants, warmup=warmup, steps=steps, rounds=rounds, device=device, seed=seed,
     )  # fmt: skip
-    result = run_bench(options, out, console(stderr=as_json), force)
+    where = console(stderr=as_json)
+    if shapes is not None:
+        result = run_shapes(shapes, out, where, force, **common)
+    else:
+        own = dict(model=model, batch=batch, length=length, vocab=vocab, mode=mode, verify=verify)
+        result = run_bench(Options.of(**own, **common), out, where, force)
     if as_json:
         typer.echo(json_text(result))
 

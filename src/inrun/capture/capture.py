@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +28,12 @@ from inrun.capture.compiled.backend import Backend
 from inrun.capture.inputs import Inputs
 from inrun.capture.intercept import Interceptor
 from inrun.capture.memo import Memo
-from inrun.capture.micro_batch import Keeper, MicroBatch
+from inrun.capture.micro_batch import Choice, Keeper, MicroBatch
 from inrun.capture.mode import seen_functions
 from inrun.capture.outputs import Outputs
 from inrun.capture.provenance import Provenance
 from inrun.capture.site import Taps
-from inrun.errors import BatchError, nothing_recorded
+from inrun.errors import BatchError, CaptureError, mixed_positions, nothing_recorded
 from inrun.gradients import Form
 from inrun.gradients.blocks import Blocks
 
@@ -89,15 +90,21 @@ class Capture:
         return self.interceptor.micro
 
     @contextmanager
-    def batch(self, B: int, owner: Tensor | None = None) -> Iterator[MicroBatch]:
+    def batch(
+        self, B: int, owner: Tensor | None = None, tokens: bool = False
+    ) -> Iterator[MicroBatch]:
         """Record the operations run inside, for B examples.
 
         ``owner`` has the leading dimensions of the model's inputs and says which example each
-        entry of these belongs to; negative: to none. Without it, example k is row k.
+        entry of these belongs to; negative: to none. Without it, example k is row k. ``tokens``:
+        keep a row for each position, an entry of these dimensions (``MicroBatch.slots``).
         """
         owner = None if owner is None else owner.long()
-        self.provenance.new_batch(B, owner)
-        micro = MicroBatch(B, self.provenance.owner)
+        choice = Choice(self.taps.form, self.taps.fast, self.taps.directions)
+        micro = MicroBatch(B, choice=choice)
+        on_positions = partial(self._by_position, micro, owner is None) if tokens else None
+        self.provenance.new_batch(B, owner, on_positions)
+        micro.owner = None if tokens else self.provenance.owner
         self.interceptor.open(micro)
         self.outputs.doubts = micro.doubts
         try:
@@ -114,9 +121,20 @@ class Capture:
                 dim, slots = self.provenance.batch_dim, self.provenance.slots
                 error = nothing_recorded(B, dim, slots, shapes)
                 self.on_empty(error, micro.backward)
+        except CaptureError as error:
+            if tokens:
+                raise mixed_positions(error) from error
+            raise
         finally:
             self.interceptor.open(None)
             self.provenance.new_batch(0)
+
+    def _by_position(self, micro: MicroBatch, equal: bool, inputs: Tensor | None) -> None:
+        """The positions of tokens=True are known; ``equal``: each example has as many."""
+        micro.slots = self.provenance.owner
+        micro.inputs = None if inputs is None else inputs.detach().clone()
+        if equal and micro.slots is not None:
+            micro.order = micro.slots.argsort(stable=True).view(micro.B, -1)
 
     def watch(self, params: Mapping[str, Tensor]) -> None:
         """The parameters to score, from the next batch on."""

@@ -171,6 +171,8 @@ class Inputs:
             if not origin.data:  # made of the batch: what comes after it is another input
                 first = False
                 continue
+            if provenance.on_positions is not None:
+                origin = provenance.received(name, t, origin)
             claims = frozenset() if first else frozenset([self.claims.named(name)])
             shared = not first and self.claims.shared(name)
             provenance.assume(t, CONSTANT if shared else replace(origin, data=False, claims=claims))

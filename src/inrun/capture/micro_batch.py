@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor
 
 from inrun.errors import written_to
-from inrun.gradients import Call, Dense, Record
-from inrun.gradients.cost import MANY
+from inrun.gradients import Call, Dense, Form, Record
+from inrun.gradients.cost import MANY, Layer, materialise
 from inrun.gradients.embedding import Lookup
 from inrun.gradients.nodes import Node
-from inrun.gradients.owned import Positions, by_owner
+from inrun.gradients.owned import Owned, Positions, by_owner
+from inrun.gradients.records import Pair, Replay
 from inrun.tensors.autocast import Autocast
 from inrun.tensors.layout import Layout
 from inrun.tensors.owners import Owners, on_one_device
@@ -24,12 +26,37 @@ if TYPE_CHECKING:
     from inrun.capture.site import Site
 
 
+@dataclass(frozen=True)
+class Choice:
+    """How the form of records is chosen (cost.py)."""
+
+    form: Form = "auto"
+    fast: bool = False
+    directions: int = 1
+
+    def dense(self, record: Record, B: int) -> bool:
+        """Would the gradients of B examples that have these rows be formed?"""
+        if isinstance(record, Replay):  # an operand that varies along positions: δ is its gradient
+            return B * math.prod(record.shape) <= record.delta.numel()
+        if not isinstance(record, Pair) or self.form not in ("auto", "materialise"):
+            return False
+        N, T, I = record.a.shape  # noqa: E741
+        O, a = record.delta.shape[-1], record.a  # noqa: E741
+        layer = Layer(B, N * T // B, I, O, a.dtype, a.device.type, self.directions)
+        return self.form == "materialise" or materialise(layer, self.fast)
+
+
 @dataclass
 class MicroBatch:
     """The records of one ``with run.batch(ids)``."""
 
     B: int  # examples
     owner: Tensor | None = None  # [rows]: the example of each row that the capture follows
+    slots: Tensor | None = None  # tokens=True: records have a row per position, and this is its
+    # example [rows]; −1: nobody
+    order: Tensor | None = None  # [B, T] the rows of each example, where all have as many
+    inputs: Tensor | None = None  # of these positions: what the model received, if integers
+    choice: Choice = field(default_factory=lambda: Choice())
     autocast: Autocast | None = None
     records: dict[Node, list[Record]] = field(default_factory=dict)
     fixed: list[tuple[Tensor, int]] = field(default_factory=list)  # not to be written to: versions
@@ -44,9 +71,14 @@ class MicroBatch:
     _counted: int = 0
 
     @property
+    def rows(self) -> int:
+        """Rows of the records without nobody's: examples, or positions (tokens=True)."""
+        return self.B if self.slots is None else len(self.slots)
+
+    @property
     def columns(self) -> int:
-        """Numbers of a product with the records: one per example, and one for nobody's part."""
-        return self.B + self.nobody
+        """Numbers of a product with the records: one per row, and one for nobody's part."""
+        return self.rows + self.nobody
 
     def positions(
         self, origin: Layout | Owners, rows: int, device: torch.device
@@ -64,11 +96,20 @@ class MicroBatch:
             if self.owner is not None:
                 owner, flat = on_one_device(self.owner, flat)
                 flat = torch.where(flat < 0, flat, owner[flat.clamp(min=0)])
-            found = Positions.of(flat, self.B, device)
+            found = None
+            if not self._in_order(flat):
+                found = Positions.of(flat, self.rows, device)
             self._positions[key] = origin, found
         found = self._positions[key][1]
-        self.nobody = self.nobody or found.rows > self.B
+        self.nobody = self.nobody or (found is not None and found.rows > self.rows)
         return found
+
+    def _in_order(self, flat: Tensor) -> bool:
+        """Are these all positions in their order, each a row of its own?"""
+        n = self.rows
+        if self.slots is None or not flat.is_cpu or len(flat) != n:
+            return False
+        return torch.equal(flat, torch.arange(n, device="cpu"))
 
     def add(self, node: Node, record: Record, directions: int = 1) -> int:
         """Keep a record; returns the bytes that it adds.
@@ -103,9 +144,43 @@ class MicroBatch:
         found = dict.fromkeys(n for k in names for n in self._by_root.get(k, ()))
         return iter([(node, self.records[node]) for node in found])
 
+    def by_example(
+        self, params: Collection[str] | None = None
+    ) -> Iterator[tuple[Node, list[Record]]]:
+        """The records (of these parameters themselves) with a row per example, and perhaps one for
+        nobody's part: where they have one per position, those that would have been kept without
+        tokens=True."""
+        for node, records in self.records.items():
+            if params is not None and (node.param is None or node.name not in params):
+                continue
+            if self.slots is not None:
+                micro = MicroBatch(self.B)
+                for record in records:
+                    micro.add(node, self._merged(record), self.choice.directions)
+                records = micro.records[node]
+            yield node, records
+
+    def _merged(self, record: Record) -> Record:
+        """The positions of each example added up."""
+        assert self.slots is not None
+        if self.order is not None and isinstance(record, (Pair, Lookup)):
+            own = self.order
+            record = record.map(lambda t: t[own.to(t.device)].flatten(1, 2))
+            if isinstance(record, Pair) and self.choice.dense(record, self.B):
+                return Dense(record.rows(), own=True)
+            return record
+        rows = torch.cat([self.slots, self.slots.new_full((1,), -1)])  # the last row is nobody's
+        if isinstance(record, Owned):
+            whole = Positions.of(rows, self.B, record.positions.owner.device)
+            positions = Positions(whole.owner[record.positions.owner], self.B + 1)
+            return by_owner(record.record, positions, self.choice.dense(record.record, self.B))
+        n = len(record.grads) if isinstance(record, Dense) else self.rows
+        positions = Positions.of(rows[:n], self.B, record.tensors()[0].device)
+        return by_owner(record, positions, self.choice.dense(record, self.B))
+
     def energy(self) -> float:
         """Σ_i ‖g_i‖², up to a few per cent: see ``Record.energy``."""
-        parts = [r.energy().double() for records in self.records.values() for r in records]
+        parts = [r.energy().double() for _, records in self.by_example() for r in records]
         return float(torch.stack([x.to(parts[0].device) for x in parts]).sum())
 
 

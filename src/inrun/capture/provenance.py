@@ -20,7 +20,7 @@ Inputs of the model get theirs in inputs.py, outputs of operations in outputs.py
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeAlias, TypeGuard, TypeVar
 
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from inrun.capture.claims import Claims
+from inrun.errors import no_positions
 from inrun.gradients.nodes import Node
 from inrun.tensors.layout import MIXED, Kind, Layout, Lost, lost, tensors_in
 from inrun.tensors.owners import Owners, UnknownOwnerError, of_layout, settled
@@ -46,6 +47,7 @@ CONSTANT, OUTSIDE, PAIRS = Kind("constant"), Kind("outside"), Kind("pairs")
 _MOST = 10_000  # maps of layouts that are kept
 
 T = TypeVar("T")
+OnPositions: TypeAlias = Callable[[Tensor | None], None]  # gets integers that the model receives
 
 
 def any_batched(origins: Iterable[Origin]) -> bool:
@@ -111,15 +113,20 @@ class Provenance:
         self.watch(params)
         self.new_batch(0)
 
-    def new_batch(self, B: int, owner: Tensor | None = None) -> None:
+    def new_batch(
+        self, B: int, owner: Tensor | None = None, on_positions: OnPositions | None = None
+    ) -> None:
         """Forget all tensors. A batch of B examples begins (0: none is open).
 
         With ``owner``, a row is a *slot*: an entry of the leading dimensions of the model's inputs,
-        which ``owner`` has, too; it says whose the slot is.
+        which ``owner`` has, too; it says whose the slot is. ``on_positions`` (tokens=True) is
+        called when the model receives the batch; without ``owner``, rows become slots then.
         """
-        self.B = B if owner is None else owner.numel()
-        self.slots = None if owner is None else tuple(owner.shape)
-        self.owner = None if owner is None else owner.flatten()
+        self.B, self.on_positions = B, on_positions
+        self.slots: tuple[int, ...] | None = None
+        self.owner: Tensor | None = None
+        if owner is not None:
+            self._follow_slots(owner)
         self.anchored = False  # is it known which tensors are the batch?
         self.inside = False  # does a module of the user's run that has received the batch?
         self.shapes: list[tuple[int, ...]] = []  # of data without an entry for each example
@@ -127,6 +134,28 @@ class Provenance:
         self._by_memory: dict[Any, Origin] | None = None  # where something is recomputed
         self._own: set[int] | None = None  # ids of the model's own tensors
         self.claims.new_batch()
+
+    def _follow_slots(self, owner: Tensor) -> None:
+        self.B, self.slots, self.owner = owner.numel(), tuple(owner.shape), owner.flatten()
+
+    def received(self, name: str, t: Tensor, origin: Layout | Owners) -> Layout | Owners:
+        """This tensor is the batch of tokens=True; returns its origin now. Its two leading
+        dimensions are the positions, unless ``owner`` was given: what is known of the loop's data
+        is where its examples are, so find out again where its positions are."""
+        tell, self.on_positions = self.on_positions, None
+        if isinstance(origin, Layout) and self.slots is None:
+            whole = origin.dim < 2 <= t.ndim and origin.outer == origin.inner == 1
+            if not whole or (t.ndim == 2 and t.is_floating_point()):
+                raise no_positions(name, tuple(t.shape), t.dtype)
+            size = (-1, 1) if origin.dim == 0 else (1, -1)
+            self._follow_slots(torch.arange(self.B, device="cpu").view(size).expand(t.shape[:2]))
+            for other, known in list(self.alive()):
+                if known is OUTSIDE or (has_rows(known) and known.data):
+                    self.assume(other, self.as_data(other))
+            origin = self.as_data(t)  # type: ignore[assignment]
+        assert self.slots is not None and tell is not None
+        tell(t if not t.is_floating_point() and tuple(t.shape) == self.slots else None)
+        return origin
 
     def watch(self, params: Mapping[str, Tensor]) -> None:
         """The parameters to score, from the next batch on."""

@@ -91,6 +91,8 @@ def info(run: RunPath, estimator: Estimator = None, as_json: Json = False) -> No
 
     explained = sum of values / batch share over the audited steps: 100 % means that the values add
     up to what the batches did. The momentum share is what momentum and decay did; nobody gets it.
+    Where a loss has a part that belongs to no example (a penalty on weights), what it did is
+    nobody's part of the batch share, and explained counts it with the values.
     """
     from inrun.report.facts import describe, facts_of
 
@@ -235,6 +237,13 @@ def report(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="HTML file; report.html by default.")
     ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the input ids, where the run has values of positions: a folder or name of "
+            "transformers, or bytes."
+        ),
+    ] = None,
     force: Force = False,
     estimator: Estimator = None,
     as_json: Json = False,
@@ -242,7 +251,9 @@ def report(
     """One HTML file to look at the run: best, worst and suspect examples, and does it add up?
 
     Self-contained: no network, opens from disk, can be mailed. With --examples it shows the text or
-    image, label and group of each id. An earlier report.html is replaced, any other file only with
+    image, label and group of each id. Steps of run.batch(ids, tokens=True) show texts shaded by the
+    value of each position, in the words of --tokenizer or of a column "tokens" of the examples
+    (a list of strings). An earlier report.html is replaced, any other file only with
     --force.
     """
     from inrun.report import is_report, write_report
@@ -250,7 +261,9 @@ def report(
     file = output or Path("report.html")
     ours = is_report if output is None else lambda path: False
     check_output(file, inputs=[examples], force=force, ours=ours)
-    size = write_report(open_run(run), file, examples, estimator, force or output is None)
+    size = write_report(
+        open_run(run), file, examples, estimator, force or output is None, tokenizer
+    )
     say(as_json, {"output": str(file), "bytes": size}, f"{safe(file)} ({size / 1e6:.1f} MB)")
 
 

@@ -29,6 +29,7 @@ CONTEXT = 64  # words of a passage
 SHORTEST = 16
 WIDTH, LAYERS, HEADS = 64, 2, 4
 SHOWN = 3  # passages per question
+BY_WORD = 100  # the step whose passages the report shows word by word; after the warm-up
 PAD, RARE = 0, 1
 
 QUESTIONS = {  # in words of our own: none of these sentences is in the documentation
@@ -46,6 +47,11 @@ QUESTIONS = {  # in words of our own: none of these sentences is in the document
 
 def words(text: str) -> list[str]:
     return re.findall(r"\w+|[^\w\s]", text)
+
+
+def spaced(text: str) -> list[str]:
+    """The same, each with the space before it."""
+    return re.findall(r"\s*(?:\w+|[^\w\s])", text)
 
 
 def passages() -> dict[str, str]:
@@ -151,9 +157,10 @@ def train(
         run,
         stage.progress(console, "Training, watched", steps, run) as advance,
     ):
-        for rows in batches(n, epochs):
+        for step, rows in enumerate(batches(n, epochs)):
             tokens = vocabulary.encode([texts[ids[i]] for i in rows])
-            with run.batch([ids[i] for i in rows]):
+            by_word = step == min(BY_WORD, steps - 1)
+            with run.batch([ids[i] for i in rows], tokens=by_word):
                 next_word(model, tokens).backward()
             optimizer.step()
             warmup.step()
@@ -190,7 +197,7 @@ def write_examples(folder: Path, texts: dict[str, str]) -> Path:
     examples = folder / "examples.jsonl"
     with examples.open("w", encoding="utf-8") as file:
         for key, text in texts.items():
-            row = {"id": key, "text": text, "group": key.rsplit("/", 1)[0]}
+            row = {"id": key, "text": text, "group": key.rsplit("/", 1)[0], "tokens": spaced(text)}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     return examples
 

@@ -181,7 +181,7 @@ def per_example(params: Mapping[str, Tensor], micros: Sequence[MicroBatch]) -> d
     rows: dict[str, Tensor] = {}
     start = 0
     for micro in micros:
-        for node, records in micro.records.items():
+        for node, records in micro.by_example():
             for record in records:
                 for k, g in pull_back(node, record.rows()).items():
                     p = params[k]
@@ -197,7 +197,7 @@ def nobodys(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
     for micro in micros:
         for node, records in micro.records.items():
             for record in records if micro.nobody else ():
-                for k, g in pull_back(node, record.rows()[micro.B :]).items():
+                for k, g in pull_back(node, record.rows()[micro.rows :]).items():
                     found[k] = found.get(k, 0) + g.sum(0)
     return {k: g for k, g in found.items() if bool(g.any())}
 

@@ -180,7 +180,7 @@ def rows_alone(
     for batch, micro in zip(batches, micros, strict=True):
         if not batch.calls:
             raise UnrepeatableError("the model itself was not called inside run.batch")
-        if micro.owner is not None:
+        if micro.owner is not None or (micro.slots is not None and micro.order is None):
             raise UnrepeatableError("examples without a row of their own cannot be run alone")
         batch.settle()
         here = slice(start, start + micro.B)

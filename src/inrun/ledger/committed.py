@@ -27,6 +27,7 @@ from inrun.ledger.parts import (
     STEPS,
     VALUES,
     Columns,
+    completed,
     content_hash,
     file_columns,
     open_part,
@@ -35,6 +36,7 @@ from inrun.ledger.parts import (
 from inrun.ledger.tables import STEP_COLUMNS, LedgerTables, Scan, audit_columns, unreadable
 
 BATCH_CELLS = 1 << 22  # numbers that are decoded at a time
+TOKEN_ROWS = 1 << 12  # examples whose positions are decoded at a time
 SMALL_BYTES = 64 << 20  # a smaller part may be merged with others, and deleted, while it is read
 Opened = Callable[[], pq.ParquetFile]
 
@@ -80,13 +82,20 @@ class Committed(LedgerTables):
         tables = [self._read(part) for part in self._open("steps")[0]]
         if not tables:
             return pd.DataFrame(columns=list(STEP_COLUMNS))
-        raw = pa.concat_tables(tables)
+        schema = self.columns.schemas("steps", None)[0]
+        raw = pa.concat_tables([completed(t, schema) for t in tables])
         losses = file_columns(LOSSES, self.targets)
         A = np.stack([raw[c].to_numpy() for c in losses]).reshape(3, len(self.targets), -1)
         total = raw[file_columns(["sum"], self.estimators)[estimator]].to_numpy()
         columns = {name: raw[name].to_numpy() for name in ("step", "lr", "examples", "missed")}
-        columns |= {"sum": total, "void": np.array(raw["void"].to_pylist(), dtype=object)}
-        columns |= audit_columns(total, *A.mean(axis=1))
+        Q = len(self.targets)
+        names = self.columns.nobody[estimator * Q : (estimator + 1) * Q]
+        parts = np.stack([raw[c].to_numpy() for c in names])
+        scored = raw["scored"].to_numpy()
+        nobody = np.where(scored, np.nan_to_num(parts).mean(axis=0), np.nan)
+        void = np.array(raw["void"].to_pylist(), dtype=object)
+        columns |= {"sum": total, "nobody": nobody, "void": void}
+        columns |= audit_columns(total, nobody, *A.mean(axis=1))
         return pd.DataFrame(columns)[list(STEP_COLUMNS)]
 
     def _scan(
@@ -100,6 +109,17 @@ class Committed(LedgerTables):
             try:
                 for batch in part().iter_batches(rows, columns=columns):
                     yield batch.select(columns)
+            except (pa.ArrowException, OSError) as error:
+                raise unreadable(self.path, error) from error
+
+    def token_batches(self, estimator: int) -> Iterator[pa.RecordBatch]:
+        columns = ["step", "id", *self.columns.tokens(estimator)]
+        for part in self._open("values")[0]:
+            try:
+                source = part()
+                if columns[-1] in source.schema_arrow.names:
+                    for batch in source.iter_batches(TOKEN_ROWS, columns=columns):
+                        yield batch.select(columns)
             except (pa.ArrowException, OSError) as error:
                 raise unreadable(self.path, error) from error
 
@@ -129,11 +149,11 @@ class Committed(LedgerTables):
         raise AssertionError
 
     def _opened(self, kind: str, part: Part, copies: int) -> list[Opened]:
-        schema = self.columns.schema(kind, self._ids)
+        schemas = self.columns.schemas(kind, self._ids)
         verify(self.path, kind, part)
         if sum(part.bytes) >= SMALL_BYTES:
-            return [lambda: open_part(self.path, kind, part, schema)] * copies
-        held = [open_part(self.path, kind, part, schema) for _ in range(copies)]
+            return [lambda: open_part(self.path, kind, part, schemas)] * copies
+        held = [open_part(self.path, kind, part, schemas) for _ in range(copies)]
         return [lambda f=f: f for f in held]  # type: ignore[misc]
 
     def _changed(self, parts: list[Part]) -> bool:
@@ -180,14 +200,20 @@ class Committed(LedgerTables):
         return self._parts[large[-1] + 1 if large else 0 :]
 
     def _tables(self, kind: str, parts: Sequence[Part]) -> Iterator[pa.Table]:
-        """Yields the tables of these parts. They are verified first: damage is never copied into a
-        file with a new checksum."""
-        schema = self.columns.schema(kind, self._ids)
+        """Yields the tables of these parts, all with the same columns. They are verified first:
+        damage is never copied into a file with a new checksum."""
+        full, base = schemas = self.columns.schemas(kind, self._ids)
         for part in parts:
             verify(self.path, kind, part)
-            with open_part(self.path, kind, part, schema) as source:
+        wanted = base
+        for part in parts:
+            with open_part(self.path, kind, part, schemas) as source:
+                wanted = full if len(source.schema_arrow) > len(base) else wanted
+        for part in parts:
+            with open_part(self.path, kind, part, schemas) as source:
                 for group in range(source.num_row_groups):
-                    yield source.read_row_group(group)
+                    table = source.read_row_group(group)
+                    yield completed(table, wanted) if table.num_rows else table
 
     def _write_part(self, values: Iterable[pa.Table], steps: Iterable[pa.Table]) -> Part:
         """Write both files of a new part; they do not count before ``_commit``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from inrun.ledger import LedgerError
 from inrun.ledger.tables import STEP_COLUMNS, LedgerTables, Scan, audit_columns, check_targets
+from inrun.ledger.tokens import Tokens, arrays, fields
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class StepEntry:
     ``values`` has shape [E estimators, Q targets, B examples], in validation-loss units,
     unweighted; it is None for a step that was not scored (``every=k``) or is void (``void`` says
     why).
+    ``nobody`` [E, Q] is what belongs to no example of the batch (a penalty on weights, padding of
+    a packed row), None for nothing. ``tokens`` are the values of single positions, where these
+    were asked for.
     ``weight`` is 1/p, p the probability with which the step was chosen for scoring.
     """
 
@@ -42,6 +46,8 @@ class StepEntry:
     void: str | None = None
     audit: Audit | None = None
     missed: float = 0.0  # part of the update that no example is credited with (Muon's first steps)
+    nobody: np.ndarray | None = None
+    tokens: Tokens | None = None
 
 
 class Ledger(Protocol):
@@ -75,6 +81,7 @@ class Ledger(Protocol):
     def history(self, estimator: int) -> pd.DataFrame: ...
     def harm(self, estimator: int) -> pd.DataFrame: ...
     def steps(self, estimator: int) -> pd.DataFrame: ...
+    def tokens(self, estimator: int, id: Any = None, step: int | None = None) -> pd.DataFrame: ...
 
 
 class RunTables:
@@ -112,9 +119,21 @@ class RunTables:
         return self._settled().harm(self._index(estimator))
 
     def steps(self, estimator: str | None = None) -> pd.DataFrame:
-        """One row per optimizer step: lr, sum of values, and where it was audited the loss, batch
-        share, momentum share, residual and explained ratio (means over targets)."""
+        """One row per optimizer step: lr, sum of values, nobody's part, and where it was audited
+        the loss, batch share, momentum share, residual and explained ratio (means over targets)."""
         return self._settled().steps(self._index(estimator))
+
+    def tokens(
+        self, id: int | str | None = None, step: int | None = None, estimator: str | None = None
+    ) -> pd.DataFrame:
+        """One row per step and position of an example that was trained on in
+        ``run.batch(ids, tokens=True)``: step, id, position, input (what the model received there,
+        where it takes integers), value (the mean over targets), one column per named target.
+
+        Without ``id`` or ``step``: of all of them. The values of an example's positions add up to
+        its value in that step; the weight of ``every=k`` is not in them.
+        """
+        return self._settled().tokens(self._index(estimator), id, step)
 
 
 class MemoryLedger(LedgerTables):
@@ -175,6 +194,16 @@ class MemoryLedger(LedgerTables):
         rows = [step_row(e, estimator) for e in list(self._entries)]
         return pd.DataFrame(rows, columns=list(STEP_COLUMNS))
 
+    def token_batches(self, estimator: int) -> Iterator[pa.RecordBatch]:
+        for e in list(self._entries):
+            if e.tokens is not None:
+                V = e.tokens.values[estimator]
+                own = replace(e.tokens, values=V)
+                names = [name for name, _ in fields([str(q) for q in range(len(V))])]
+                head = [pa.array(np.full(len(e.ids), e.step)), pa.array(e.ids, self.id_type())]
+                lists = arrays([(len(e.ids), own)], len(V))
+                yield pa.record_batch([*head, *lists], names=["step", "id", *names])
+
 
 def _scan(
     entries: Sequence[StepEntry],
@@ -214,15 +243,16 @@ def _scan(
 def step_row(entry: StepEntry, estimator: int) -> dict[str, Any]:
     """One row of ``steps()``: what the values add up to, and what was measured."""
     V, audit = entry.values, entry.audit  # V: [E, Q, B]
-    total = np.nan
+    total = nobody = np.nan
     if V is not None:  # sum over examples of the mean over targets
         total = float(V[estimator].astype(np.float64).mean(axis=0).sum())
+        nobody = 0.0 if entry.nobody is None else float(np.mean(entry.nobody[estimator]))
     row: dict[str, Any] = dict.fromkeys(STEP_COLUMNS, np.nan)
     row |= {"step": entry.step, "lr": entry.lr, "examples": len(entry.ids), "sum": total}
-    row |= {"missed": entry.missed, "void": entry.void}
+    row |= {"nobody": nobody, "missed": entry.missed, "void": entry.void}
     if audit is not None:
         losses = (audit.before, audit.without_batch, audit.with_batch)
-        row |= audit_columns(total, *(float(np.mean(x)) for x in losses))
+        row |= audit_columns(total, nobody, *(float(np.mean(x)) for x in losses))
     return row
 
 
@@ -246,7 +276,17 @@ def _from_state(d: dict[str, Any]) -> StepEntry:
         weight=d["weight"],
         missed=d["missed"],
         void=d["void"],
-        audit=None
-        if d["audit"] is None
-        else Audit(**{k: np.asarray(v) for k, v in d["audit"].items()}),
+        audit=None if d["audit"] is None else Audit(**_as_arrays(d["audit"])),
+        nobody=None if d.get("nobody") is None else np.asarray(d["nobody"], dtype=np.float64),
+        tokens=None if d.get("tokens") is None else _tokens_from_state(d["tokens"]),
     )
+
+
+def _as_arrays(d: dict[str, Any]) -> dict[str, Any]:
+    return {k: np.asarray(v) for k, v in d.items()}
+
+
+def _tokens_from_state(d: dict[str, Any]) -> Tokens:
+    inputs = None if d["inputs"] is None else np.asarray(d["inputs"], dtype=np.int64)
+    sizes, values = np.asarray(d["sizes"], dtype=np.int64), np.asarray(d["values"], np.float32)
+    return Tokens(sizes, values, inputs)

@@ -11,8 +11,8 @@ from inrun.ledger import LedgerError, files
 from inrun.ledger.manifest import KINDS, part_files
 from inrun.ledger.tables import check_targets
 
-FORMAT, VERSION = "inrun-ledger", 2
-READABLE = (1, 2)  # 1: without checksums
+FORMAT, VERSION = "inrun-ledger", 3
+READABLE = (1, 2, 3)  # 1: without checksums, 2: without nobody's part
 DEEPEST = 64  # levels of run.json; more would exhaust the stack of whatever walks through it
 WAY_OUT = (
     "Put back a copy of run.json if you have one; without it the numbers can only be read with "

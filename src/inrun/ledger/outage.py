@@ -93,5 +93,5 @@ class Outage:
 def void_entry(entry: StepEntry) -> BufferedEntry:
     """Returns an entry without values: it says only that the step took place."""
     ids = np.empty(0, np.int64)
-    given_up = replace(entry, ids=ids, values=None, void=LOST, audit=None)
+    given_up = replace(entry, ids=ids, values=None, void=LOST, audit=None, tokens=None)
     return BufferedEntry(given_up, pa.array(ids), None)

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from inrun.ledger import LedgerError, files
 from inrun.ledger.entries import Audit, StepEntry, step_row
 from inrun.ledger.manifest import KINDS, Part
+from inrun.ledger.tokens import arrays, fields
 
 LOSSES = ("loss_before", "loss_without_batch", "loss_with_batch")
 RUN = "inrun.run"  # in the footers of both files: the run they belong to
@@ -36,12 +37,18 @@ class BufferedEntry:
 
     @property
     def bytes(self) -> int:
-        return self.ids.nbytes + (0 if self.values is None else self.values.nbytes)
+        tokens = self.entry.tokens
+        own = self.ids.nbytes + (0 if self.values is None else self.values.nbytes)
+        return own + (0 if tokens is None else tokens.bytes)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of both files, from the names of estimators and targets."""
+    """The columns of both files, from the names of estimators and targets.
+
+    Some files lack the last ones: those of ``values`` where no step has values of positions, those
+    of ``steps`` that were written before nobody's part was (format 2).
+    """
 
     estimators: tuple[str, ...]
     targets: tuple[str, ...]
@@ -51,8 +58,29 @@ class Columns:
         Q = len(self.targets)
         return file_columns(self.estimators, self.targets)[estimator * Q : (estimator + 1) * Q]
 
+    @property
+    def nobody(self) -> list[str]:
+        """The columns of nobody's part, one per estimator and target."""
+        return file_columns(["nobody"], file_columns(self.estimators, self.targets))
+
+    def tokens(self, estimator: int) -> list[str]:
+        """The columns of what the model received, and of its positions' values for each target."""
+        return [name for name, _ in fields(self.values(estimator))]
+
+    def optional(self, kind: str) -> list[tuple[str, pa.DataType]]:
+        """The last columns, which not all files of this kind have."""
+        if kind == "values":
+            return fields(file_columns(self.estimators, self.targets))
+        return [(n, pa.float64()) for n in self.nobody]
+
+    def schemas(self, kind: str, ids: str | None) -> tuple[pa.Schema, pa.Schema]:
+        """The Arrow schemas that a file of this kind may have: with the optional columns, and
+        without."""
+        base = self.schema(kind, ids)
+        return pa.schema([*base, *(pa.field(*f) for f in self.optional(kind))]), base
+
     def schema(self, kind: str, ids: str | None) -> pa.Schema:
-        """Returns the Arrow schema that a file of this kind must have."""
+        """The Arrow schema of a file of this kind without the optional columns."""
         if kind == "values":
             names = file_columns(self.estimators, self.targets)
             head = [("step", pa.int64()), ("id", pa.string() if ids == "string" else pa.int64())]
@@ -90,7 +118,7 @@ def file_columns(heads: Sequence[str], tails: Sequence[str]) -> list[str]:
 def values_table(
     waiting: Sequence[BufferedEntry], columns: Columns, kind_of_ids: str | None
 ) -> pa.Table:
-    schema = columns.schema("values", kind_of_ids)
+    full, schema = columns.schemas("values", kind_of_ids)
     sizes = [len(e.ids) for e in waiting]
     V = [np.full((len(schema) - 3, n), np.nan) for n in sizes]
     V = [v if e.values is None else e.values for v, e in zip(V, waiting, strict=True)]
@@ -102,7 +130,10 @@ def values_table(
         pa.array(np.repeat(np.array(weight, np.float64), sizes), from_pandas=True),
         *(pa.array(v, from_pandas=True) for v in np.concatenate(V, axis=1)),
     ]
-    return pa.table(data, schema=schema)
+    if all(e.entry.tokens is None for e in waiting):
+        return pa.table(data, schema=schema)
+    tokens = [(len(e.ids), e.entry.tokens) for e in waiting]
+    return pa.table([*data, *arrays(tokens, len(schema) - 3)], schema=full)
 
 
 def steps_table(waiting: Sequence[BufferedEntry], columns: Columns) -> pa.Table:
@@ -121,9 +152,30 @@ def steps_table(waiting: Sequence[BufferedEntry], columns: Columns) -> pa.Table:
         data.append(pa.array(sums, from_pandas=True))
     A = np.array([_losses(r.audit, len(columns.targets)) for r in entries])  # [steps, 3·Q]
     data += [pa.array(loss, from_pandas=True) for loss in A.T]
-    schema = columns.schema("steps", None)
-    arrays = [pa.array(x, f.type) for x, f in zip(data, schema, strict=True)]
-    return pa.table(arrays, schema=schema)
+    data += [pa.array(x, from_pandas=True) for x in _nobody(entries, len(columns.nobody))]
+    schema = columns.schemas("steps", None)[0]
+    made = [pa.array(x, f.type) for x, f in zip(data, schema, strict=True)]
+    return pa.table(made, schema=schema)
+
+
+def _nobody(entries: Sequence[StepEntry], n: int) -> np.ndarray:
+    """Nobody's part by column [E·Q, steps]; NaN where a step has no values."""
+    found = np.zeros((len(entries), n))
+    for own, entry in zip(found, entries, strict=True):
+        if entry.values is None:
+            own[:] = np.nan
+        elif entry.nobody is not None:
+            own[:] = entry.nobody.reshape(-1)
+    return found.T
+
+
+def completed(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The table with these columns: those that its file lacks are NULL."""
+    if table.schema.equals(schema):
+        return table
+    have = set(table.column_names)
+    found = [table[f.name] if f.name in have else pa.nulls(len(table), f.type) for f in schema]
+    return pa.table(found, schema=schema)
 
 
 def content_hash(steps: pa.Table) -> str:
@@ -207,7 +259,7 @@ def verify(folder: Path, kind: str, part: Part) -> None:
         _verified.add(key)
 
 
-def open_part(folder: Path, kind: str, part: Part, schema: pa.Schema) -> pq.ParquetFile:
+def open_part(folder: Path, kind: str, part: Part, schemas: Sequence[pa.Schema]) -> pq.ParquetFile:
     """Open one file of a verified part; refuse other rows or columns than expected."""
     file = folder / kind / f"{part.name}.parquet"
     rows = part.rows if kind == "values" else part.steps
@@ -220,8 +272,9 @@ def open_part(folder: Path, kind: str, part: Part, schema: pa.Schema) -> pq.Parq
         raise damaged(folder, file, f"cannot be read: {_line(error)}") from error
     if count != rows:
         raise damaged(folder, file, f"is damaged: {count} rows, not {rows}")
-    if rows and not found.equals(schema):
-        raise damaged(folder, file, f"is damaged: {_difference(found, schema)}")
+    if rows and not any(found.equals(s) for s in schemas):
+        like = min(schemas, key=lambda s: abs(len(s) - len(found)))
+        raise damaged(folder, file, f"is damaged: {_difference(found, like)}")
     return source
 
 

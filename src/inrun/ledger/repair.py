@@ -166,7 +166,7 @@ def _content(
             raise _BadPartError("values does not match the checksum that steps carries")
     rows, count = (m.num_rows for m in metadata)
     part = Part(name, 0, 0, count, rows, sizes, hashes)
-    with open_part(folder, "steps", part, columns.schema("steps", None)) as source:
+    with open_part(folder, "steps", part, columns.schemas("steps", None)) as source:
         steps = source.read()
     if notes[3] not in (None, content_hash(steps).encode()):
         raise _BadPartError("steps does not match its checksum")
@@ -176,7 +176,7 @@ def _content(
     ids = str(pq.read_schema(folder / "values" / f"{name}.parquet").field("id").type)
     kind = ids if rows and ids == "string" else "int64"
     seen = np.zeros(len(step), np.int64)
-    with open_part(folder, "values", part, columns.schema("values", kind)) as source:
+    with open_part(folder, "values", part, columns.schemas("values", kind)) as source:
         for batch in source.iter_batches(1 << 16):
             at = np.searchsorted(step, batch["step"].to_numpy(zero_copy_only=False))
             if (step[np.minimum(at, len(step) - 1)] != batch["step"].to_numpy()).any():

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 
 from inrun.ledger.entries import RunTables
 from inrun.ledger.tables import audit_summary
@@ -46,6 +47,10 @@ class SavedRun(RunTables):
     ) -> Iterator[pd.DataFrame]:
         """``history`` in pieces, for a ledger larger than memory."""
         return self._ledger.history_batches(self._index(estimator), rows)
+
+    def token_batches(self, estimator: str | None = None) -> Iterator[pa.RecordBatch]:
+        """What ``tokens`` shows, a few examples at a time: step, id, inputs, a list per target."""
+        return self._ledger.token_batches(self._index(estimator))
 
     def top(
         self,

@@ -22,6 +22,7 @@ import pandas as pd
 import pyarrow as pa
 
 from inrun.ledger import LedgerError
+from inrun.ledger.tokens import table as token_table
 
 if TYPE_CHECKING:
     import duckdb
@@ -31,8 +32,8 @@ BATCH_ROWS = 1 << 17  # rows that DuckDB is given at a time
 TOGETHER = 32  # columns of a query: DuckDB's time to plan it grows faster than their number
 ROUNDING = 1e-6  # times the largest value of a batch: a smaller spread counts as none
 STEP_COLUMNS = (
-    "step", "lr", "examples", "sum", "loss", "batch_share", "momentum_share", "residual",
-    "explained", "missed", "void",
+    "step", "lr", "examples", "sum", "nobody", "loss", "batch_share", "momentum_share",
+    "residual", "explained", "missed", "void",
 )  # fmt: skip
 RESERVED = ("step", "id", "value", "steps", "scored", "weight", "harm")
 # scan(estimator, targets, rows): record batches of at most so many rows, with the columns step, id,
@@ -143,6 +144,15 @@ class LedgerTables:
                 step, ids, _, *V = (c.to_numpy(zero_copy_only=False) for c in scored.columns)
                 if len(ids):
                     yield _history_table(step, ids, np.stack(V, axis=1), self.targets)
+
+    def token_batches(self, estimator: int) -> Iterator[pa.RecordBatch]:
+        """Yields step, id, inputs and the values of positions, a list for each example (NULL: none
+        were recorded), one column per target."""
+        raise NotImplementedError
+
+    def tokens(self, estimator: int, id: Any = None, step: int | None = None) -> pd.DataFrame:
+        """One row per step, example and position: see ``RunTables.tokens``."""
+        return token_table(self.token_batches(estimator), self.targets, id, step)
 
     def _query(
         self,
@@ -305,19 +315,20 @@ def _history_table(
     return frame
 
 
-def audit_columns(total: Any, before: Any, without: Any, after: Any) -> dict[str, Any]:
+def audit_columns(total: Any, nobody: Any, before: Any, without: Any, after: Any) -> dict[str, Any]:
     """The columns of ``steps()`` that compare the sum of values with measured losses.
 
-    Arguments: the sum of values, then ℓ(w_t), U(∅) and U(B) as means over targets; numbers or
+    Arguments: the sum of values and nobody's part of the batch (a penalty on weights: what it does
+    is in the batch share, too), then ℓ(w_t), U(∅) and U(B) as means over targets; numbers or
     arrays over steps, NaN where a step was not scored or not audited.
     """
-    share = without - after
+    share, credited = without - after, total + nobody
     return {
         "loss": before,
         "batch_share": share,
         "momentum_share": before - without,
-        "residual": share - total,
-        "explained": total / np.where(share == 0, np.nan, share),
+        "residual": share - credited,
+        "explained": credited / np.where(share == 0, np.nan, share),
     }
 
 
@@ -328,11 +339,14 @@ def audit_summary(steps: pd.DataFrame) -> dict[str, float]:
     """
     audited = steps[steps["batch_share"].notna() & steps["sum"].notna()]
     total, share = float(audited["sum"].sum()), float(audited["batch_share"].sum())
+    nobody = float(audited["nobody"].sum())
+    credited = total + nobody
     return {
         "audited": len(audited),
         "sum": total,
+        "nobody": nobody,
         "batch_share": share,
         "momentum_share": float(audited["momentum_share"].sum()),
-        "residual": share - total,
-        "explained": total / share if share else float("nan"),
+        "residual": share - credited,
+        "explained": credited / share if share else float("nan"),
     }

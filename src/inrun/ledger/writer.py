@@ -2,8 +2,8 @@
 
     run.json                      what the run was: config, versions, targets, coverage, ...
     manifest.json                 the parts that count, in order of steps, with their checksums
-    values/part-000007.parquet    step, id, weight, one column per estimator and target
-    steps/part-000007.parquet     step, lr, examples, weight, scored, void, sums, audited losses
+    values/part-000007.parquet    step, id, weight, one column per estimator and target (tokens.py)
+    steps/part-000007.parquet     step, lr, examples, weight, scored, void, sums, losses, nobody's
     damaged/                      what ``inrun repair`` has set aside
 
 A row of ``values`` says that an example was seen at a step; ``weight`` and the values are NULL

@@ -17,9 +17,10 @@ from typing import Any
 from inrun.ledger.saved import SavedRun
 from inrun.output import check_output, write_output
 from inrun.report.data import payload
+from inrun.report.tokens import Tokenizer
 
 GENERATOR = b'<meta name="generator" content="inrun report">'
-SCRIPTS = ("charts.js", "table.js", "page.js")
+SCRIPTS = ("charts.js", "table.js", "tokens.js", "page.js")
 ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
@@ -29,8 +30,12 @@ def write_report(
     examples: str | Path | None = None,
     estimator: str | None = None,
     replace: bool = True,
+    tokenizer: Tokenizer | None = None,
 ) -> int:
     """Write the report of a run, at once or not at all; returns its size in bytes.
+
+    ``tokenizer`` gives the text of input ids where the run has values of positions: "bytes", a
+    tokenizer of transformers (folder or name), or a function of a list of ids.
 
     A file that is there is replaced, unless ``replace=False``; never the examples or a file of a
     ledger.
@@ -38,7 +43,9 @@ def write_report(
     file = Path(output)
     inputs = [] if examples is None else [Path(examples)]
     check_output(file, inputs=inputs, force=replace)
-    page = render(payload(run, examples, estimator)).encode("utf-8", "replace")  # half a surrogate
+    page = render(payload(run, examples, estimator, tokenizer)).encode(
+        "utf-8", "replace"
+    )  # half a surrogate
     return write_output(file, page, replace)
 
 

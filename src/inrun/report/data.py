@@ -9,8 +9,9 @@ import numpy as np
 import pandas as pd
 
 from inrun.ledger.saved import SavedRun
-from inrun.report.examples import load_examples
+from inrun.report.examples import load_examples, load_tokens
 from inrun.report.facts import cards, collect
+from inrun.report.tokens import Tokenizer, shaded
 
 SHOWN = 200  # best, worst and suspects that come with their text or image, each
 ROWS = 150_000  # examples that the report lists; a sample of more
@@ -21,7 +22,10 @@ BINS = 61
 
 
 def payload(
-    saved: SavedRun, examples: str | Path | None = None, estimator: str | None = None
+    saved: SavedRun,
+    examples: str | Path | None = None,
+    estimator: str | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> dict[str, Any]:
     """Everything the page needs, ready for JSON."""
     values, steps = saved.values(estimator), saved.steps(estimator)
@@ -57,6 +61,12 @@ def payload(
         "content": {str(where[int(i)]): c for i in shown if (c := _content(content, int(i)))},
         "histogram": _histogram(values["value"].dropna().to_numpy()),
         "audit": _audit(steps),
+        "tokens": shaded(
+            saved,
+            estimator,
+            tokenizer,
+            lambda ids: {} if examples is None else load_tokens(examples, ids),
+        ),
         "by": {name: t for name in ("group", "label") if (t := _by(values, name))},
         "heat": [h for name in ("group", "label") if (h := _heat(values, keys, name))],
     }
@@ -158,7 +168,8 @@ def _audit(steps: pd.DataFrame) -> dict[str, Any] | None:
     )
     series: dict[str, Any] = {"step": audited["step"].to_numpy()[keep].tolist()}
     series["loss"] = _numbers(audited["loss"].iloc[keep])
-    for name in ("sum", "batch_share", "momentum_share", "residual"):
+    nobody = ("nobody",) if audited["nobody"].any() else ()
+    for name in ("sum", *nobody, "batch_share", "momentum_share", "residual"):
         series[name] = _numbers(audited[name].cumsum().iloc[keep])
     return series | {"audited": len(audited), "steps": len(steps)}
 

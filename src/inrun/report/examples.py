@@ -21,6 +21,7 @@ TEXT = ("text", "content", "sentence", "prompt", "question", "input", "document"
 IMAGE = ("image", "images", "img", "x", "data", "pixels")
 LABEL = ("label", "labels", "y", "target", "class")
 GROUP = ("group", "groups", "source", "domain", "category", "subset")
+TOKENS = ("tokens", "words", "pieces")
 COLUMNS = ["id", "text", "image", "label", "group"]
 
 
@@ -65,6 +66,24 @@ def load_examples(
             dtype=object,
         )
     return frame
+
+
+def load_tokens(path: str | Path, ids: Collection[Any]) -> dict[Any, list[str]]:
+    """The strings of the positions of these examples, from a column ``tokens`` that holds a list
+    for each; none where there is no such column."""
+    file = Path(path)
+    raw = _read(file)
+    column, key = _find(raw, TOKENS), _find(raw, ID)
+    if column is None:
+        return {}
+    found = raw[key] if key else list(range(_length(raw)))
+    rows = _match(list(ids), list(found), file)
+    lists = {i: raw[column][row] for i, row in rows.items()}
+    return {
+        i: [_show("text", s) or "" for s in x]
+        for i, x in lists.items()
+        if isinstance(x, list | tuple | np.ndarray)
+    }
 
 
 def thumbnail(pixels: np.ndarray, side: int = 64) -> str:

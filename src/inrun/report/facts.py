@@ -54,6 +54,7 @@ def describe(f: dict[str, Any]) -> dict[str, str]:
             "explained": f"{f['explained']:.1%} of the batch share",
             "batch share": f"{f['batch_share']:.4g} over {f['audited']:,} audited steps",
             "momentum share": f"{f['momentum_share']:.4g}, credited to nobody",
+            **_nobody(f),
             "residual": f"{f['residual']:.4g}",
         }
     else:
@@ -61,6 +62,11 @@ def describe(f: dict[str, Any]) -> dict[str, str]:
     if f["coverage"] is not None:
         text["coverage"] = f"{f['coverage']:.1%} of the parameters scored"
     return text
+
+
+def _nobody(f: dict[str, Any]) -> dict[str, str]:
+    """Nobody's part of the batch share, where there is one."""
+    return {"nobody's part": f"{f['nobody']:.4g}, of the batch share"} if f["nobody"] else {}
 
 
 def cards(f: dict[str, Any]) -> list[dict[str, str]]:
@@ -87,7 +93,8 @@ def cards(f: dict[str, Any]) -> list[dict[str, str]]:
             {
                 "name": "Explained",
                 "value": f"{f['explained']:.1%}",
-                "note": "of the batch share is in the values",
+                "note": "of the batch share is in the values"
+                + (" and nobody's part" if f["nobody"] else ""),
             },
             {"name": "Batch share", "value": f"{f['batch_share']:.3g}", "note": whole},
             {"name": "Momentum share", "value": f"{f['momentum_share']:.3g}", "note": rest},

@@ -49,6 +49,7 @@ function audit() {
   const series = [
     { name: "batch share (measured)", values: a.batch_share, style: "s-batch" },
     { name: "sum of values (credited)", values: a.sum, style: "s-sum" },
+    ...(a.nobody ? [{ name: "nobody's part", values: a.nobody, style: "s-nobody" }] : []),
     { name: "momentum share", values: a.momentum_share, style: "s-momentum" },
     { name: "residual", values: a.residual, style: "s-residual" },
   ];
@@ -57,7 +58,7 @@ function audit() {
     key.append(svg("line", { x1: 0, x2: 26, y1: 5, y2: 5, class: "line " + s.style }));
     byId("shares-legend").append(el("li", null, key, s.name));
   }
-  lines(byId("shares"), byId("shares-readout"), a.step, series, "Batch share, sum of values, momentum share and residual, summed over the audited steps", 280);
+  lines(byId("shares"), byId("shares-readout"), a.step, series, `Batch share, sum of values, ${a.nobody ? "nobody's part, " : ""}momentum share and residual, summed over the audited steps`, 280);
 }
 
 function examples() {
@@ -125,4 +126,5 @@ header();
 overview();
 audit();
 examples();
+tokens();
 groups();

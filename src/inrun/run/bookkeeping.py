@@ -249,8 +249,9 @@ class EntryQueue:
     def _append(self, entry: StepEntry, result: StepResult) -> None:
         self._on_result(result)
         done = replace(
-            entry, values=result.values, void=result.void, audit=result.audit, missed=result.missed
-        )
+            entry, values=result.values, void=result.void, audit=result.audit,
+            missed=result.missed, nobody=result.nobody, tokens=result.tokens,
+        )  # fmt: skip
         self._ledger.append(done)
         self._tally.add(done)
 
@@ -274,7 +275,8 @@ class Tally:
 
     @property
     def explained(self) -> float:
-        """Sum of values / batch share over the audited steps; NaN before the first audit."""
+        """Sum of values and nobody's part / batch share over the audited steps; NaN before the
+        first audit."""
         return self.credited / self.batch if self.batch else float("nan")
 
     def add(self, entry: StepEntry) -> None:
@@ -289,7 +291,7 @@ class Tally:
             self.total += row["sum"] * entry.weight
             if entry.audit is not None:
                 self.audited += 1
-                self.credited += row["sum"]
+                self.credited += row["sum"] + row["nobody"]
                 self.batch += row["batch_share"]
                 self.momentum += row["momentum_share"]
                 self.loss = row["loss"]

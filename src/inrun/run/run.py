@@ -121,6 +121,7 @@ class Run(Summary, RunTables):
         self,
         ids: Sequence[int] | Sequence[str] | np.ndarray | Tensor,
         owner: Tensor | None = None,
+        tokens: bool = False,
     ) -> Iterator[None]:
         """Around the forward and backward pass of one batch: ``ids`` names its examples, in order.
 
@@ -128,6 +129,10 @@ class Run(Summary, RunTables):
         of the leading dimensions of the inputs, [R, T] for packed rows, [N] for flattened tokens
         or the nodes of graphs. ``owner[r, t] = k``: this position belongs to ``ids[k]``; −1: to
         nobody. ``inrun.packing`` makes it from the usual descriptions of packed batches.
+
+        ``tokens=True`` also records a value for each position of the model's first input, [B, T]
+        or [B, T, …] (those of ``owner``, if given), for :meth:`tokens`: what the position's own use
+        of the parameters did. Where positions were pooled, what comes after is one position's.
 
         Several batches before one ``optimizer.step()`` are gradient accumulation. An id may occur
         more than once; its values add up.
@@ -149,7 +154,7 @@ class Run(Summary, RunTables):
             return
         held, self._memory.batches = self._memory.held, len(self._micros)
         try:
-            with self._noting_calls(), self._capture.batch(len(array), owner) as micro:
+            with self._noting_calls(), self._capture.batch(len(array), owner, tokens) as micro:
                 yield
         except BaseException:
             self._memory.held = held

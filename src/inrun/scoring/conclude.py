@@ -18,6 +18,7 @@ from torch import Tensor
 
 from inrun.capture.micro_batch import MicroBatch
 from inrun.ledger.entries import Audit
+from inrun.ledger.tokens import Tokens
 from inrun.scoring.taken import Prediction
 
 NOT_FINITE = "the training gradient is not finite"
@@ -27,12 +28,15 @@ OTHER_STEP = "the optimizer took another step than its rule describes"
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step: values [E, Q, B], or the reason why there are none."""
+    """The result of a step: values [E, Q, B], or the reason why there are none. ``nobody`` [E, Q]
+    is what belongs to no example, ``tokens`` the values of positions where they were asked for."""
 
     values: np.ndarray | None = None
     void: str | None = None
     audit: Audit | None = None
     missed: float = 0.0  # part of the update that the secant could not carry (Muon's first steps)
+    nobody: np.ndarray | None = None
+    tokens: Tokens | None = None
 
 
 @dataclass
@@ -45,19 +49,80 @@ class Begun:
     prediction: Prediction
     flags: dict[str, Tensor]  # by reason: if one is up, the step is void
     losses: list[np.ndarray]  # audited: before the step and without the batch
-    columns: np.ndarray  # the example of each column of the values, −1 for nobody's
+    columns: Columns  # of the values
     wait: bool  # fetch the values right after the step instead of during the next one
 
 
-def owned_columns(micros: Sequence[MicroBatch]) -> np.ndarray:
-    """The example of each column of the values of a step; −1 for what belongs to nobody."""
-    found, start = list[np.ndarray](), 0
-    for m in micros:
-        found.append(np.arange(start, start + m.B))
-        start += m.B
-        if m.nobody:
-            found.append(np.array([-1]))
-    return np.concatenate(found)
+@dataclass(frozen=True)
+class Columns:
+    """Whose the columns of a step's values are."""
+
+    B: int  # examples of the step
+    example: np.ndarray | Tensor  # [C] −1: nobody's; a tensor where that is known on a device only
+    token: np.ndarray  # [C] is it a position of its example?
+    inputs: Tensor | None  # of these positions, what the model received, if these are integers
+
+    @staticmethod
+    def of(micros: Sequence[MicroBatch]) -> Columns:
+        found, tokens, start = list[Tensor](), list[np.ndarray](), 0
+        for m in micros:
+            own = torch.arange(m.B, device="cpu") if m.slots is None else m.slots
+            found.append(torch.where(own < 0, own, own + start))
+            found.append(torch.full((int(m.nobody),), -1, device="cpu"))
+            tokens += [np.full(m.rows, m.slots is not None), np.zeros(int(m.nobody), bool)]
+            start += m.B
+        some = [m.inputs for m in micros if m.slots is not None]
+        known = [t for t in some if t is not None]
+        inputs = _joined(known) if known and len(known) == len(some) else None
+        example = _joined(found)
+        on_host = example.numpy() if example.is_cpu else example
+        return Columns(start, on_host, np.concatenate(tokens), inputs)
+
+    def moving(self) -> dict[str, Tensor]:
+        """What must travel to the host with the numbers of the step."""
+        found = {} if isinstance(self.example, np.ndarray) else {"columns": self.example}
+        return found if self.inputs is None else {**found, "inputs": self.inputs}
+
+    def by_example(self, values: np.ndarray, columns: np.ndarray | None = None) -> np.ndarray:
+        """Values [..., C] added up by example, nobody's last: [..., B + 1]."""
+        example = self.example if columns is None else columns.astype(np.int64)
+        assert isinstance(example, np.ndarray)
+        total = np.zeros((self.B + 1, *values.shape[:-1]))
+        if self.token.any():
+            np.add.at(total, example, np.moveaxis(values, -1, 0))
+        else:
+            own = example >= 0
+            total[:-1] = np.moveaxis(values[..., own], -1, 0)
+            total[-1] = values[..., ~own].sum(-1)
+        return np.moveaxis(total, 0, -1)
+
+    def on_host(self, values: Tensor, nobody: bool = False) -> np.ndarray:
+        """Values [..., C] of a device by example, with nobody's as the last if asked for. Waits."""
+        known = None if isinstance(self.example, np.ndarray) else self.example.cpu().numpy()
+        found = self.by_example(values.detach().cpu().numpy(), known)
+        return found if nobody else found[..., :-1]
+
+    def tokens(
+        self, values: np.ndarray, columns: np.ndarray | None, inputs: np.ndarray | None
+    ) -> Tokens | None:
+        """The values [E, Q, C] of the positions, those of each example together."""
+        if not self.token.any():
+            return None
+        example = self.example if columns is None else columns.astype(np.int64)
+        assert isinstance(example, np.ndarray)
+        own = self.token & (example >= 0)
+        order = np.argsort(example[own], kind="stable")
+        sizes = np.bincount(example[own], minlength=self.B)
+        kept = None
+        if inputs is not None:
+            kept = inputs.astype(np.int64)[example[self.token] >= 0][order]
+        return Tokens(sizes, values[:, :, own][:, :, order].astype(np.float32), kept)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """One after the other, on the device of one that is not in host memory."""
+    device = next((t.device for t in tensors if not t.is_cpu), tensors[0].device)
+    return torch.cat([t.flatten().to(device, non_blocking=True) for t in tensors])
 
 
 class Pending:
@@ -110,13 +175,15 @@ class Conclusion:
 
     def of(
         self, step: int, audit: Audit | None, tolerance: float, advice: dict[str, str],
-        columns: np.ndarray, *, values: np.ndarray, expected: np.ndarray, losses: np.ndarray,
+        whose: Columns, *, values: np.ndarray, expected: np.ndarray, losses: np.ndarray,
         finite: np.ndarray, missed: np.ndarray, flags: np.ndarray,
+        columns: np.ndarray | None = None, inputs: np.ndarray | None = None,
     ) -> StepResult:  # fmt: skip
         """The result of a step from its numbers on the host.
 
-        ``columns`` says whose the columns of the values are, ``advice`` what to do by reason;
-        ``flags`` are up or down in the same order, and one that is up makes the step void.
+        ``advice`` says what to do by reason; ``flags`` are up or down in the same order, and one
+        that is up makes the step void. ``columns`` and ``inputs`` come from the device
+        (``Columns.moving``).
         """
         if not finite:
             return StepResult(void=NOT_FINITE)
@@ -128,8 +195,10 @@ class Conclusion:
         for q, target in enumerate(self.targets):
             if not np.isfinite(values[:, q]).all():
                 return StepResult(void=f"the values for '{target}' are not finite")
-        if self.add_up(step, tolerance, values, expected):
-            return StepResult(values[:, :, columns >= 0], None, audit, float(missed))
+        own = whose.by_example(values, columns)
+        if self.add_up(step, tolerance, own, expected):
+            tokens = whose.tokens(values, columns, inputs)
+            return StepResult(own[..., :-1], None, audit, float(missed), own[..., -1], tokens)
         return self.void(step, NOT_ADDING_UP, self.message)
 
     def add_up(self, step: int, tolerance: float, values: np.ndarray, expected: np.ndarray) -> bool:

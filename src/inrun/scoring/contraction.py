@@ -293,10 +293,9 @@ def cancelling(
     for micro in micros:
         if micro.autocast is not None and micro.autocast[1]:
             coarse = max(coarse, torch.finfo(micro.autocast[2]).eps)
-        for node, records in micro.records.items():
+        vectors = {k for k, g in G.items() if g.ndim <= 1 and (not among or k in among)}
+        for node, records in micro.by_example(vectors):
             k = node.name
-            if node.param is None or k not in G or G[k].ndim > 1 or (among and k not in among):
-                continue
             for record in records:
                 size = record.to(G[k].device).rows().square().sum()
                 sizes[k] = sizes[k] + size if k in sizes else size

@@ -42,10 +42,10 @@ from inrun.scoring.conclude import (
     NOT_FINITE,
     OTHER_STEP,
     Begun,
+    Columns,
     Conclusion,
     Pending,
     StepResult,
-    owned_columns,
 )
 from inrun.scoring.contraction import Direction, cancelling, components, contract, group_values
 from inrun.scoring.estimators import MAPS, POINTS, Estimator
@@ -140,6 +140,7 @@ class Scorer:
         maps = self._maps(step, path)
         numbers = self._numbers(step, sum(m.columns for m in micros))
         losses, measured = numbers["losses"], list[np.ndarray]()
+        columns = Columns.of(micros)
         self.validator.autocast = micros[-1].autocast
         self.validator.draw()
         with self.validator.evaluating():
@@ -147,16 +148,14 @@ class Scorer:
             if not losses.is_cuda and not bool(losses.isfinite().all()):
                 return self.conclusion.loss_not_finite(losses.numpy())
             if not self.conclusion.verified:
-                self._refuse_sums(step, numbers)
+                self._refuse_sums(step, numbers, columns)
             if check is not None:
-                own = numbers["values"][0][:, torch.from_numpy(owned_columns(micros) >= 0)]
-                self._check(check, step, ids, own, clipping)
+                self._check(check, step, ids, columns.on_host(numbers["values"][0]), clipping)
             if audit:
                 for point in (None, 0.0):
                     with path.weights(point):
                         measured.append(np.array(self.validator.losses()))
         wait = not losses.is_cuda or all_coordinates or check is not None
-        columns = owned_columns(micros)
         return Begun(
             number, numbers, step.tolerance, prediction, step.flags, measured, columns, wait
         )
@@ -171,6 +170,7 @@ class Scorer:
         like = begun.numbers["values"]
         flags = [*begun.flags.values(), begun.prediction.off()]
         begun.numbers["flags"] = torch.stack([f.to(like) for f in flags])
+        begun.numbers |= {k: t.to(like.device) for k, t in begun.columns.moving().items()}
         advice = {k: _ADVICE.get(k, MIXED_UP) for k in begun.flags}
         advice[OTHER_STEP] = begun.prediction.likely_cause(self._borrowed_by)
         conclude = partial(
@@ -288,12 +288,12 @@ class Scorer:
 
     # 3. and 4. Validation and contraction
 
-    def _numbers(self, step: Step, B: int) -> dict[str, Tensor]:
-        """What travels to the host at the end: values [E, Q, B] (with a column for nobody's part),
+    def _numbers(self, step: Step, C: int) -> dict[str, Tensor]:
+        """What travels to the host at the end: values [E, Q, C] (``conclude.Columns`` says whose),
         their expected sums [E, Q] and the losses [Q], all still 0; whether the gradient is finite;
         the uncredited part."""
         like = step.moved[step.places[0]].g
-        values = like.new_zeros((len(self.estimators), len(self.targets), B), dtype=torch.float64)
+        values = like.new_zeros((len(self.estimators), len(self.targets), C), dtype=torch.float64)
         expected, losses = values.new_zeros(values.shape[:2]), values.new_zeros(values.shape[1])
         left = missed([step.moved[i] for i in step.places], values)
         found = {"values": values, "expected": expected, "losses": losses}
@@ -351,11 +351,12 @@ class Scorer:
 
     # Checks
 
-    def _refuse_sums(self, step: Step, numbers: Mapping[str, Tensor]) -> None:
+    def _refuse_sums(self, step: Step, numbers: Mapping[str, Tensor], columns: Columns) -> None:
         """Before the first step with values: captured gradients that do not add up are an error."""
         values, expected = (numbers[k].cpu().numpy() for k in ("values", "expected"))
         if not np.isfinite(values).all() or not bool(numbers["finite"]):
             return
+        values = columns.on_host(numbers["values"], nobody=True)
         if self.conclusion.add_up(step.number, step.tolerance, values, expected):
             return
         G = without(step.G, nobodys(step.micros))
@@ -365,17 +366,17 @@ class Scorer:
         raise CaptureError(self.conclusion.message + where)
 
     def _check(
-        self, check: Check, step: Step, ids: np.ndarray, values: Tensor, clipping: Clipping
+        self, check: Check, step: Step, ids: np.ndarray, values: np.ndarray, clipping: Clipping
     ) -> None:
         """Fill in ``check``: the values of the first estimator beside exact Shapley values."""
         check.step, check.estimator = step.number, self.estimators[0].name
-        with no_autocast(values.device.type):
+        with no_autocast(step.finite.device.type):
             rows, nobody = per_example(self.params, step.micros), nobodys(step.micros)
         G = without(step.G, nobody)
         check.gradient_error = max(gradient_errors(G, rows).values())
         rows = verified_rows(check, self.model, self.params, step.micros, rows, G, step.tolerance)
         compare(
-            check, ids, values.mean(0).cpu().numpy(), rows, nobody,
+            check, ids, values.mean(0), rows, nobody,
             self.params, self.model, self.optimizer,
             lambda: float(np.mean(self.validator.losses())), clipping.function(),
         )  # fmt: skip
