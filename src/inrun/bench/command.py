@@ -84,16 +84,19 @@ def bench(
     training. tangent: the paper's estimator. ghost, materialise: fast with that form forced.
     direct-loop, direct-vmap: the paper's Direct baseline, all per-example gradients at once.
     """
-    common = dict(
-        validation=validation, targets=targets, dtype=dtype, optimizer=optimizer,
-        variants=variants, warmup=warmup, steps=steps, rounds=rounds, device=device, seed=seed,
-    )  # fmt: skip
+    common = {
+        "validation": validation, "targets": targets, "dtype": dtype, "optimizer": optimizer,
+        "variants": variants, "warmup": warmup, "steps": steps, "rounds": rounds,
+        "device": device, "seed": seed,
+    }  # fmt: skip
     where = console(stderr=as_json)
     if shapes is not None:
         result = run_shapes(shapes, out, where, force, **common)
     else:
-        own = dict(model=model, batch=batch, length=length, vocab=vocab, mode=mode, verify=verify)
-        result = run_bench(Options.of(**own, **common), out, where, force)
+        options = Options.of(
+            model=model, batch=batch, length=length, vocab=vocab, mode=mode, verify=verify, **common
+        )
+        result = run_bench(options, out, where, force)
     if as_json:
         typer.echo(json_text(result))
 
