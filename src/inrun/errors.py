@@ -174,6 +174,16 @@ def data_without_ids(names: Collection[str]) -> CaptureError:
     )
 
 
+def number_of_all(names: Collection[str], operation: str) -> CaptureError:
+    """For a loss in which parameters meet a number made of all examples other than by adding."""
+    return CaptureError(
+        f"parameter {', '.join(sorted(names)[:3])} meets a number that is made of all examples (the "
+        f"mean of their losses, say) in the operation '{operation}': what each of them does to it "
+        "cannot be told. Let it meet the loss of each example (reduction='none') and take the mean "
+        "after that; add a penalty on weights to the loss last."
+    )
+
+
 def nothing_recorded(
     B: int, batch_dim: int, owner: tuple[int, ...] | None, shapes: Sequence[tuple[int, ...]]
 ) -> BatchError:

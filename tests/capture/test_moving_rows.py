@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
+from helpers.captures import gradients_of
+from inrun.capture.capture import Capture
 from inrun.exact import reference
 
 B = T = E = 4
@@ -502,13 +504,61 @@ def _(m, x):
     return m.b(torch.tanh(rows + weight))
 
 
+# Constants that examples have placed: theirs, not nobody's
+
+
+def both(m, x, placed):
+    return m.b(placed) + m.b(m.a(x))
+
+
+@case("ones written where each example says")
+def _(m, x):
+    places = (x[:, :2] > 0).long()
+    return both(m, x, torch.zeros(B, H).scatter(1, places, torch.ones(B, 2)))
+
+
+@case("a number written where each example says")
+def _(m, x):
+    return both(m, x, torch.zeros(B, H).scatter_(1, (x[:, :2] > 0).long(), 2.0))
+
+
+@case("ones written where each example says, in another order")
+def _(m, x):
+    x = x.flip(0)
+    return both(m, x, torch.zeros(B, H).scatter(1, (x[:, :2] > 0).long(), torch.ones(B, 2)))
+
+
+@case("ones put where each example says, in another order")
+def _(m, x):
+    x = x.flip(0)
+    where = torch.arange(B), (x[:, 0] > 0).long()
+    return both(m, x, torch.zeros(B, H).index_put(where, torch.tensor(1.0)))
+
+
+@case("constants selected by a mask of the examples", (B, T, IN))
+def _(m, x):
+    mask = x[..., 0] > -0.5
+    places = torch.arange(T).expand(B, T).masked_select(mask)
+    return m.b(m.a(x)[mask] + F.embedding(places, m.c.weight))
+
+
+@case("constants repeated as often as each example says")
+def _(m, x):
+    times = 1 + (x[:, 0] > 0).long()
+    rows = torch.arange(B).repeat_interleave(times, 0)
+    return m.b(m.a(x)[rows] + F.embedding(rows, m.c.weight))
+
+
 # Cases that have to work once owners are followed.
 MUST_WORK = [
     "flip", "roll", "sorted and put back", "sorted inside and put back by writing",
     "sorted by length, unsorted", "cat of slices", "cat of chunks", "stack of unbind",
     "stack of rows", "index by tensor", "index by a buffer", "index_select", "gather",
     "sorted by a number of each", "boolean mask then linear", "masked by the numbers",
-    "index_add routing", "index_add routing of tokens",
+    "index_add routing", "index_add routing of tokens", "ones written where each example says",
+    "a number written where each example says", "constants selected by a mask of the examples",
+    "ones written where each example says, in another order",
+    "constants repeated as often as each example says",
 ]  # fmt: skip
 # Cases that work already.
 WORKS = [
@@ -621,3 +671,28 @@ def test_rows_moved_before_the_model_receives_them_are_the_users_own(move):
             optimizer.step()
             values.append(run.values()["value"].to_numpy())
     assert np.allclose(*values, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda h, k: h.roll(k, 0),
+        lambda h, k: h.narrow(0, k, 2),
+        lambda h, k: h.select(0, k),
+        lambda h, k: torch.cat([h, h])[k : k + B],
+    ],
+    ids=["roll", "narrow", "select", "slice"],
+)
+def test_a_tensor_that_stands_for_a_number_is_read_in_every_step(move):
+    """The same call with the same shapes, and another number in it."""
+    model = Net(lambda m, x: m.b(move(torch.tanh(m.a(x)), m.shift)))
+    capture = Capture(model, dict(model.named_parameters()))
+    for k in (1, 2, 1):
+        model.shift, x = torch.tensor(k), torch.randn(B, IN)
+        expected = truth(model, (x,), 1)
+        with capture.batch(B) as micro:
+            loss_of(model, (x,)).backward()
+        got = gradients_of(micro)
+        for (name, _), rows in zip(model.named_parameters(), expected, strict=True):
+            assert name not in got or torch.allclose(got[name], rows[:B], rtol=1e-9, atol=1e-12)
+        assert got["b.weight"].any()

@@ -24,10 +24,10 @@ from inrun.capture.mode import Mode, opened
 from inrun.capture.outputs import Outputs, halves
 from inrun.capture.provenance import OUTSIDE, PAIRS, Origin, any_batched, has_rows
 from inrun.capture.site import Site, Taps, has_pure_form, rows_of
-from inrun.errors import data_without_ids, nested, refusal, transformed
+from inrun.errors import data_without_ids, nested, number_of_all, refusal, transformed
 from inrun.gradients import op_rule
 from inrun.gradients.call import Place, flatten
-from inrun.gradients.nodes import Node
+from inrun.gradients.nodes import ADDITIVE, Node
 from inrun.tensors.autocast import current
 from inrun.tensors.layout import MIXED, Layout, Lost, in_place, name_of, tensors_in
 from inrun.tensors.owners import NOBODY, Owners
@@ -104,7 +104,7 @@ class Interceptor:
         if parametric and batched and name in _LIKE:
             parametric = type(origins[0]) is Node
             batched = not parametric or name not in ("to", "type_as")
-        if parametric and batched and _shared_by_all(tensors, origins):
+        if parametric and batched and self._shared_by_all(name, tensors, origins):
             batched = False
         if parametric and torch.is_grad_enabled() and name == "setitem":
             return self._write_parameter(func, args, batched)
@@ -133,6 +133,19 @@ class Interceptor:
         else:
             self.outputs.note_constant(tensors, out)
         return out
+
+    def _shared_by_all(
+        self, name: str, tensors: Sequence[Tensor], origins: Sequence[Origin]
+    ) -> bool:
+        """Are all operands made of the batch the same for every example, and either no function of
+        it that has a gradient (which experts were chosen) or one number (a loss)? With parameters
+        they make something that is made of parameters. Of a batch of one example every number is
+        such a loss where a parameter is added to it."""
+        mixed = [(t, x) for t, x in zip(tensors, origins, strict=True) if any_batched([x])]
+        if self.provenance.B == 1 and name in ADDITIVE:
+            return not any(t.ndim for t, _ in mixed)
+        alike = all(x is MIXED for _, x in mixed)
+        return alike and all(t.numel() == 1 or not t.is_floating_point() for t, _ in mixed)
 
     def _anchor_operands(
         self, func: Any, tensors: Sequence[Tensor], origins: Sequence[Origin]
@@ -355,7 +368,12 @@ class Interceptor:
             return root
         if origin.data:
             raise data_without_ids(origin.roots)
-        whole = Owners(torch.full([1] * root.ndim, NOBODY, device="cpu"))
+        owner = NOBODY
+        if origin.through:
+            if self.micro.B > 1 or self.micro.owner is not None:
+                raise number_of_all(origin.roots, origin.through)
+            owner = 0
+        whole = Owners(torch.full([1] * root.ndim, owner, device="cpu"))
         site = self.taps.root(root, origin, whole)
         return self._tap(root, site, (root,), (root.detach(),))
 
@@ -366,15 +384,6 @@ class Interceptor:
         roots = {r for x in origins if isinstance(x, Node) for r in x.roots}
         if roots and torch.is_grad_enabled():
             raise transformed(roots)
-
-
-def _shared_by_all(tensors: Sequence[Tensor], origins: Sequence[Origin]) -> bool:
-    """Are all operands made of the batch the same for every example, and either no function of it
-    that has a gradient (which experts were chosen) or one number (a loss)? With parameters they
-    make something that is made of parameters."""
-    mixed = [t for t, x in zip(tensors, origins, strict=True) if any_batched([x])]
-    alike = all(x is MIXED for x in origins if any_batched([x]))
-    return alike and all(t.numel() == 1 or not t.is_floating_point() for t in mixed)
 
 
 def _run(func: Any, leaves: Sequence[Any], site: Site) -> Any:

@@ -113,6 +113,8 @@ def _extend(key: list[Any], tensors: list[Tensor], values: Iterable[Any]) -> boo
     """Add arguments to a key and their tensors to ``tensors``; False if they cannot be cached."""
     for x in values:
         if isinstance(x, Tensor):
+            if x.numel() == 1 and not x.is_floating_point():
+                return False  # may stand for a number: ``x.narrow(0, start, 2)``
             key += (x.shape, x.dtype)
             tensors.append(x)
         elif isinstance(x, _BY_VALUE) or x is None or x is Ellipsis:

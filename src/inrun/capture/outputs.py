@@ -25,6 +25,7 @@ from inrun.capture.provenance import (
     PAIRS,
     Origin,
     Provenance,
+    any_batched,
     follows_rows,
     has_rows,
 )
@@ -255,7 +256,8 @@ class Outputs:
         same, writes = [id(x) for x in leaves], in_place(func) and torch.is_grad_enabled()
         made: list[Any] | None = None
         operands = self.provenance.find_all(x for x in leaves if isinstance(x, Tensor))
-        outside = any(x is OUTSIDE or has_rows(x) for x in operands)
+        outside = any(x is OUTSIDE or (has_rows(x) and x.data) for x in operands)
+        number = _with_number([x for x in leaves if isinstance(x, Tensor)], operands)
         for i, t in enumerate(tree_flatten(out)[0]):
             if not isinstance(t, Tensor) or (id(t) in same and not writes):
                 continue  # ``W.to(same type)`` is W, and so is ``W.clamp_(...)`` under no_grad
@@ -265,7 +267,7 @@ class Outputs:
             made = made or [self._kept(x, planning) for x in leaves]
             index = None if isinstance(out, Tensor) else i
             pure = getattr(torch, name, func) if writes else func
-            node = Node.derived(pure, made, spec, index, name, t.device.type, outside)
+            node = Node.derived(pure, made, spec, index, name, t.device.type, outside, number)
             self.provenance.note(t, node)
 
     def _kept(self, x: Any, planning: bool) -> Any:
@@ -276,7 +278,7 @@ class Outputs:
             return origin
         if origin is None or planning:
             return x
-        if follows_rows(origin) and origin is not MIXED:  # asked for its type or shape
+        if x.ndim and follows_rows(origin) and origin is not MIXED:  # asked for its type or shape
             return shape_of(x)
         return x.detach().clone()
 
@@ -355,6 +357,12 @@ def _slices(t: Tensor, whole: Tensor, found: Origin) -> bool:
         return False
     dims = [found.dim] if isinstance(found, Layout) else found.varying()
     return all(t.shape[d] == whole.shape[d] for d in dims)
+
+
+def _with_number(tensors: Sequence[Tensor], origins: Sequence[Origin]) -> bool:
+    """Is one of them a number made of the batch: a loss?"""
+    pairs = zip(tensors, origins, strict=True)
+    return any(t.is_floating_point() and any_batched([x]) for t, x in pairs)
 
 
 def _roots(origin: Origin) -> frozenset[str]:

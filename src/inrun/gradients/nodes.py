@@ -40,6 +40,8 @@ class Node:
     roots: frozenset[str] = field(default_factory=frozenset)
     autocast: Autocast | None = None  # as it ran
     data: bool = False  # made with data of the loop that is not the batch
+    beside: bool = False  # a number made of the batch (a loss) is added to it
+    through: str = ""  # the operation in which its derivative depends on such a number
 
     @staticmethod
     def parameter(name: str, param: Tensor) -> Node:
@@ -48,14 +50,24 @@ class Node:
     @staticmethod
     def derived(
         func: Any, leaves: list[Any], spec: Spec, index: int | None, op: str, device: str,
-        data: bool = False,
+        data: bool = False, number: bool = False,
     ) -> Node:  # fmt: skip
-        """``leaves`` hold nodes where the operation had parametric operands."""
-        roots = frozenset().union(*(x.roots for x in leaves if isinstance(x, Node)))
+        """``leaves`` hold nodes where the operation had parametric operands. ``number``: another
+        operand is a number made of the batch."""
+        inner = [x for x in leaves if isinstance(x, Node)]
+        roots = frozenset().union(*(x.roots for x in inner))
         name = f"{op}({', '.join(sorted(roots))})"
         kept = tuple(x.detach() if isinstance(x, Tensor) else x for x in leaves)
-        data = data or any(isinstance(x, Node) and x.data for x in leaves)
-        return Node(name, None, func, kept, spec, index, roots, current(device), data)
+        data = data or any(x.data for x in inner)
+        beside = number or any(x.beside for x in inner)
+        through = next((x.through for x in inner if x.through), "")
+        if beside and op not in ADDITIVE:
+            divided = op in _DIVIDED and isinstance(leaves[0], Node)
+            kept_slope = len(inner) == 1 and not number and (op in _SCALED or divided)
+            through = through or ("" if kept_slope else op)
+        return Node(
+            name, None, func, kept, spec, index, roots, current(device), data, beside, through
+        )
 
     def constants(self) -> Iterator[Tensor]:
         """The tensors that it is made of beside parameters."""
@@ -64,6 +76,16 @@ class Node:
                 yield from x.constants()
             elif isinstance(x, Tensor):
                 yield x
+
+
+# Operations whose derivative does not depend on the numbers: of all operands; of one with constants;
+# the same if it is the first.
+ADDITIVE = frozenset(("add", "sub", "rsub", "subtract", "stack", "cat", "concat", "sum", "mean"))
+_SCALED = frozenset((
+    "mul", "multiply", "neg", "negative", "clone", "to", "type_as", "float", "double", "half",
+    "bfloat16", "view", "reshape", "squeeze", "unsqueeze", "contiguous", "getitem", "select",
+))  # fmt: skip
+_DIVIDED = frozenset(("div", "divide", "true_divide"))
 
 
 def directions(node: Node, u: Mapping[str, Tensor]) -> Tensor:

@@ -34,8 +34,11 @@ def moved(move: Move) -> Tensor | Kind:
     name = name_of(move.func)
     if move.out.ndim == 0 and name not in PICKS:
         maps = [m for _, m in move.maps(move.args, move.kwargs)]
-        alone = all(m.numel() == 1 for m in maps)  # all numbers are one example's
-        return together([m.view(()) for m in maps], move.agree) if alone else MIXED
+        try:
+            alone = all(m.numel() == 1 for m in maps)  # all numbers are one example's
+            return together([m.view(()) for m in maps], move.agree) if alone else MIXED
+        except UnknownOwnerError:  # numbers of several examples: a sum of their losses
+            return MIXED
     rule = _MOVE_RULES.get(name) or (places.aligned if is_pointwise(name) else None)
     if rule is None:
         raise UnknownOwnerError

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inrun.tensors.layout import name_of
+from inrun.tensors.layout import MIXED, Kind, name_of
 from inrun.tensors.moving.move import Move, bool_or, right, slim
 from inrun.tensors.owners import UnknownOwnerError, expanded, on_one_device, together
 
@@ -144,9 +144,10 @@ def positions(move: Move) -> Tensor:
 
 
 def masked_select(move: Move) -> Tensor:
+    """What is selected from a constant belongs to whom the mask does."""
     x, mask = move.first, move.given(1, "mask")
-    m, move.content = move.map_of(x), True
-    m, mask = on_one_device(m, mask)
+    m, move.content = move.find(x), True
+    m, mask = on_one_device(move.map_of(mask) if m is None else m, mask)
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     return right(m, len(shape)).expand(shape)[mask.expand(shape)]
 
@@ -154,13 +155,13 @@ def masked_select(move: Move) -> Tensor:
 # Writing
 
 
-def index_write(move: Move) -> Tensor:
+def index_write(move: Move) -> Tensor | Kind:
     """``index_add``, ``index_copy`` along a dimension."""
     x, dim, i = move.first, move.given(1, "dim"), move.given(2, "index")
     source = move.given(3, "source", "tensor")
     known, m, s = move.find(x), move.map_of(x), move.find(source)
-    if s is None:
-        return m
+    if s is None:  # a constant: how often an index occurs in the whole batch
+        return MIXED if known is None else m
     dim = dim % x.ndim
     i, s = move.index(i, s)
     m = m.to(s.device, non_blocking=True)
@@ -186,14 +187,14 @@ def scatter(move: Move) -> Tensor:
         move.given(2, "index"),
         move.given(3, "src"),
     )
-    m = move.map_of(x)
+    m, dim = move.map_of(x), dim % x.ndim
     s = move.find(source) if isinstance(source, Tensor) else None
     if s is None:
-        if not isinstance(source, Tensor) and move.find(i) is not None and move.find(x) is None:
-            s = move.map_of(i)  # a number written where the index says
-        else:
+        if move.find(x) is not None:
             return m
-    dim = dim % x.ndim
+        s = move.map_of(i)  # constants written where the index says
+        if all(n == 1 or (d != dim and n == x.shape[d]) for d, n in enumerate(s.shape)):
+            return s  # whole slices, each by the index of one example
     i, s = move.index(i, s)
     m = m.to(s.device, non_blocking=True)
     for d in range(i.ndim):
@@ -222,6 +223,8 @@ def written(move: Move, x: Tensor, index: Any, value: Any, add: bool = False) ->
     m = move.map_of(x)
     s = move.find(value) if isinstance(value, Tensor) else None
     if s is None:
+        if move.find(x) is None:  # constants, written where an index made of examples says
+            raise UnknownOwnerError
         return m
     items = list(index) if isinstance(index, tuple) else [index]
     tensors = [i for i in items if isinstance(i, Tensor)]

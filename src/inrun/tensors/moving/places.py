@@ -143,7 +143,11 @@ def repeat(move: Move) -> Tensor:
 
 def interleave(move: Move) -> Tensor:
     x, repeats, dim = move.first, move.given(1, "repeats"), move.given(2, "dim")
-    m = move.map_of(x)
+    m = move.find(x)
+    if m is None:  # a constant is repeated as often as each example says
+        m = move.map_of(repeats)
+        if x.ndim != 1:
+            raise UnknownOwnerError
     if dim is None:
         m, dim = expanded(m, x.shape).flatten(), 0
     if m.shape[dim] == 1:
