@@ -168,19 +168,20 @@ def data_without_ids(names: Collection[str]) -> CaptureError:
     """For a loss that depends on parameters through data that is not the batch."""
     return CaptureError(
         f"the loss depends on parameter {', '.join(sorted(names)[:3])} through data that is not "
-        "the batch of run.batch(ids): its rows have no ids, so what they do to the model would be "
-        "credited to nobody. Pass an id for every row (of all that the model is called with inside "
-        "the block), or detach this part of the loss."
+        "the batch of run.batch(ids), or through random numbers: these have no ids, so what they "
+        "do to the model would be credited to nobody. Pass an id for every row of all that the "
+        "model is called with inside the block, or detach this part of the loss. A constant (the "
+        "weights before fine-tuning, say) should be a buffer of the model (register_buffer)."
     )
 
 
 def number_of_all(names: Collection[str], operation: str) -> CaptureError:
     """For a loss in which parameters meet a number made of all examples other than by adding."""
     return CaptureError(
-        f"parameter {', '.join(sorted(names)[:3])} meets a number that is made of all examples (the "
-        f"mean of their losses, say) in the operation '{operation}': what each of them does to it "
-        "cannot be told. Let it meet the loss of each example (reduction='none') and take the mean "
-        "after that; add a penalty on weights to the loss last."
+        f"parameter {', '.join(sorted(names)[:3])} meets a number that is made of all examples "
+        f"(the mean of their losses, say) in the operation '{operation}': what each of them does "
+        "to it cannot be told. Let it meet the loss of each example (reduction='none') and take "
+        "the mean after that; add a penalty on weights to the loss last."
     )
 
 

@@ -65,7 +65,9 @@ def rows_of(micro, params):
 
 def gradients(loss, params):
     found = torch.autograd.grad(loss, list(params.values()), retain_graph=True, allow_unused=True)
-    found = [torch.zeros_like(p) if g is None else g for g, p in zip(found, params.values())]
+    found = [
+        torch.zeros_like(p) if g is None else g for g, p in zip(found, params.values(), strict=True)
+    ]
     return dict(zip(params, found, strict=True))
 
 

@@ -21,7 +21,8 @@ from inrun.capture.inputs import Inputs
 from inrun.capture.memo import Key, Memo, Outcome
 from inrun.capture.micro_batch import Keeper, MicroBatch
 from inrun.capture.mode import Mode, opened
-from inrun.capture.outputs import Outputs, halves
+from inrun.capture.outputs import Outputs
+from inrun.capture.pairs import halves
 from inrun.capture.provenance import OUTSIDE, PAIRS, Origin, any_batched, has_rows
 from inrun.capture.site import Site, Taps, has_pure_form, rows_of
 from inrun.errors import data_without_ids, nested, number_of_all, refusal, transformed
@@ -131,7 +132,7 @@ class Interceptor:
         elif any(x is OUTSIDE or has_rows(x) for x in origins):
             self.outputs.note_data(func, args, kwargs, out)
         else:
-            self.outputs.note_constant(tensors, out)
+            self.outputs.note_constant(func, tensors, out)
         return out
 
     def _shared_by_all(

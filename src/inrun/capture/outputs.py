@@ -11,7 +11,7 @@ the examples is the whole gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,10 +31,8 @@ from inrun.capture.provenance import (
 )
 from inrun.capture.site import shape_of
 from inrun.errors import random_parameter, unseen_function
-from inrun.gradients import Call, Record
 from inrun.gradients.call import flatten
 from inrun.gradients.nodes import Node
-from inrun.gradients.records import Replay
 from inrun.tensors.follow import follow
 from inrun.tensors.indexing import written as written_layout
 from inrun.tensors.layout import MIXED, Kind, Layout, Lost, in_place, lost, name_of, tensors_in
@@ -46,6 +44,8 @@ from inrun.torch_compat import DisableTorchFunction, FakeTensor, base_of, tree_f
 _COLLATED = ("stack", "cat", "concat", "concatenate", "vstack", "pad_sequence")
 _RANDOM = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
            "feature_alpha_dropout", "bernoulli", "rrelu", "gumbel_softmax")  # fmt: skip
+_DRAWN = frozenset(("randn", "rand", "randint", "normal", "randn_like", "rand_like", "randint_like",
+                    "uniform", "exponential", "bernoulli", "multinomial"))  # fmt: skip
 # Operations that leave a pair's number where it is, or at (j, i).
 _PAIRS_STAY = frozenset((
     "add", "sub", "rsub", "subtract", "mul", "multiply", "div", "rdiv", "divide", "true_divide",
@@ -222,10 +222,14 @@ class Outputs:
                 found = provenance.as_data(t)
             provenance.assume(t, replace(found, data=True) if has_rows(found) else found)
 
-    def note_constant(self, tensors: Sequence[Tensor], out: Any) -> None:
+    def note_constant(self, func: Any, tensors: Sequence[Tensor], out: Any) -> None:
         """Note the outputs of an operation on constants."""
+        drawn = self.provenance.drawn
+        random = name_of(func) in _DRAWN or any(drawn.get(t) for t in tensors)
         for t in tensors_in(out):
             self.provenance.note(t, CONSTANT)
+            if random:
+                drawn[t] = True
         self.provenance.revive(tensors)
 
     # Of operations on parameters alone
@@ -257,6 +261,8 @@ class Outputs:
         made: list[Any] | None = None
         operands = self.provenance.find_all(x for x in leaves if isinstance(x, Tensor))
         outside = any(x is OUTSIDE or (has_rows(x) and x.data) for x in operands)
+        drawn = self.provenance.drawn
+        outside = outside or any(drawn.get(x) for x in leaves if isinstance(x, Tensor))
         number = _with_number([x for x in leaves if isinstance(x, Tensor)], operands)
         for i, t in enumerate(tree_flatten(out)[0]):
             if not isinstance(t, Tensor) or (id(t) in same and not writes):
@@ -322,23 +328,6 @@ class Outputs:
             return len(pair) == 2 and pair == set(result)
         columns = {"matmul": 1, "mm": 1, "linear": 0}.get(name)
         return columns is not None and (x.dim, y.dim) == (0, columns)
-
-
-def halves(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
-    """The rule of operations on pairs: the operation's own derivative, half of it for either
-    example of a pair."""
-    for leaf, node in enumerate(call.nodes):
-        if node is not None:
-            held = tuple(x for x in call.leaves if isinstance(x, Tensor))
-            yield node, Replay(
-                apply=lambda W, leaf=leaf: call.run(leaf, W),  # type: ignore[misc]
-                split=_both, delta=_both(delta) / 2, value=call.leaves[leaf], held=held,
-            )  # fmt: skip
-
-
-def _both(x: Tensor) -> Tensor:
-    """[B, B] as [B, 2, B]: the numbers that an example has a part in, by row and by column."""
-    return torch.stack([x, x.t()], 1)
 
 
 def _letters(equation: Any) -> tuple[str, str, str]:

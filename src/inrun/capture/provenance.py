@@ -131,6 +131,7 @@ class Provenance:
         self.inside = False  # does a module of the user's run that has received the batch?
         self.shapes: list[tuple[int, ...]] = []  # of data without an entry for each example
         self._origins: TensorMap[Origin] = TensorMap()
+        self.drawn: TensorMap[bool] = TensorMap()  # constants made of random numbers
         self._by_memory: dict[Any, Origin] | None = None  # where something is recomputed
         self._own: set[int] | None = None  # ids of the model's own tensors
         self.claims.new_batch()

@@ -78,8 +78,8 @@ class Node:
                 yield x
 
 
-# Operations whose derivative does not depend on the numbers: of all operands; of one with constants;
-# the same if it is the first.
+# Operations whose derivative does not depend on the numbers: of all operands; of one with
+# constants; the same if it is the first.
 ADDITIVE = frozenset(("add", "sub", "rsub", "subtract", "stack", "cat", "concat", "sum", "mean"))
 _SCALED = frozenset((
     "mul", "multiply", "neg", "negative", "clone", "to", "type_as", "float", "double", "half",
