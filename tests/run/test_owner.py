@@ -11,6 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import inrun
+from helpers.captures import gradients_of
+from inrun.capture import provenance
+from inrun.capture.capture import Capture
 from inrun.exact import reference
 
 V, D, ROW = 20, 8, 16
@@ -568,3 +571,42 @@ def test_check_measures_credit_or_says_that_it_does_not(capsys):
     assert "without a row of their own" in check.unverified
     assert check.verdict.startswith("not verified")
     assert check.pearson > 0.9
+
+
+def test_a_sum_over_the_positions_of_several_documents_is_refused():
+    """A gate of the first token times the sum of a row: as much the others' as the first's."""
+
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            h = torch.tanh(self.a(x))
+            return self.b(torch.einsum("r,rtd->rd", h[:, 0, 0], h))
+
+    model, x = Pooled(), torch.randn(2, 4, 3)
+    capture = Capture(model, dict(model.named_parameters()))
+    with (
+        pytest.raises(inrun.CaptureError, match="since 'einsum'"),
+        capture.batch(4, torch.tensor([[0, 0, 1, 1], [2, 2, 3, 3]])),
+    ):
+        model(x).sum().backward()
+
+
+def test_owner_maps_of_ever_new_shapes_are_let_go(monkeypatch):
+    monkeypatch.setattr(provenance, "_MOST_BYTES", 20_000)
+    model = nn.Sequential(nn.Embedding(V, D), nn.Linear(D, V))
+    capture = Capture(model, dict(model.named_parameters()))
+    for n in range(10, 60):
+        ids = torch.randint(0, V, (2, n))
+        with capture.batch(2, torch.arange(2)[:, None].expand(2, n)) as micro:
+            model(ids)[:, :-1].pow(2).sum().backward()
+        rows = gradients_of(micro)["1.weight"]
+        model.zero_grad()
+        for k in range(2):
+            model(ids[k : k + 1])[:, :-1].pow(2).sum().backward()
+            assert torch.allclose(rows[k], model[1].weight.grad, rtol=1e-9)
+            model.zero_grad()
+        held = capture.provenance._layouts.values()
+        assert sum(x.map.nbytes for x in held if hasattr(x, "map")) < 20_000

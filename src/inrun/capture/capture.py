@@ -100,6 +100,8 @@ class Capture:
         keep a row for each position, an entry of these dimensions (``MicroBatch.slots``).
         """
         owner = None if owner is None else owner.long()
+        if self.provenance.forget_maps():
+            self.memo.clear()
         choice = Choice(self.taps.form, self.taps.fast, self.taps.directions)
         micro = MicroBatch(B, choice=choice)
         on_positions = partial(self._by_position, micro, owner is None) if tokens else None

@@ -86,7 +86,7 @@ class MicroBatch:
         """Whose the positions of a tensor are; None if they are the examples in their order."""
         if isinstance(origin, Layout) and self.owner is None:
             return None
-        key = id(origin), rows
+        key = id(origin), rows, device
         if key not in self._positions:
             flat = (
                 torch.arange(rows, device="cpu")

@@ -45,6 +45,7 @@ Origin: TypeAlias = Node | Layout | Owners | Kind  # ``Lost`` is a Kind, too
 CONSTANT, OUTSIDE, PAIRS = Kind("constant"), Kind("outside"), Kind("pairs")
 
 _MOST = 10_000  # maps of layouts that are kept
+_MOST_BYTES = 2**28  # of static maps: batches of ever new shapes would fill the memory
 
 T = TypeVar("T")
 OnPositions: TypeAlias = Callable[[Tensor | None], None]  # gets integers that the model receives
@@ -110,6 +111,7 @@ class Provenance:
         self.claims = Claims()
         self._layouts: dict[tuple[Any, ...], Layout | Owners] = {}
         self._maps: dict[tuple[Any, ...], Tensor] = {}  # of layouts
+        self._held = 0  # bytes of static maps
         self.watch(params)
         self.new_batch(0)
 
@@ -313,9 +315,19 @@ class Provenance:
         elif type(origin) is Owners and origin.static and origin.known:
             content = origin.map.numpy().tobytes()
             key = (tuple(origin.map.shape), content, origin.data, origin.claims)
+            if key not in self._layouts:
+                self._held += 2 * len(content)
         else:
             return origin
         return self._layouts.setdefault(key, origin)
+
+    def forget_maps(self) -> bool:
+        """Let go of layouts and static maps between two batches, if they have become too many.
+        Returns whether it did: their ids mean nothing then."""
+        if self._held <= _MOST_BYTES:
+            return False
+        self._layouts, self._maps, self._held = {}, {}, 0
+        return True
 
     # Activation checkpointing: what is recomputed begins with other tensors in the same memory
 

@@ -54,23 +54,25 @@ def contracted(move: Move) -> Tensor:
     """Products that sum over dimensions: see ``_letters``."""
     operands, letters, result = _letters(move)
     first: list[Tensor] = []
-    summed = False
+    weights: list[Any] = []  # the dimensions of those operands
+    summed: set[Any] = set()
     for t, names in zip(operands, letters, strict=True):
         m = move.find(t)
         if m is None:
             continue
         changing = [names[d] for d in varying(m)]
         if not set(changing) <= set(result):
-            summed = True
+            summed |= set(changing) - set(result)
             continue
+        weights += names
         where = {n: d for d, n in enumerate(names)}
         order = [where[n] for n in result if n in where and m.shape[where[n]] > 1]
         rest = [d for d in range(m.ndim) if d not in order]
         sizes = [m.shape[where[n]] if n in where else 1 for n in result]
         first.append(m.permute(*order, *rest).reshape(sizes))
-    if not first or (summed and len(first) > 1):
-        raise UnknownOwnerError
-    mixing = summed or len({varying(m) for m in first}) > 1
+    if not first or (summed and len(first) > 1) or not summed <= set(weights):
+        raise UnknownOwnerError  # a sum over examples that is nobody's choice of them
+    mixing = bool(summed) or len({varying(m) for m in first}) > 1
     if mixing and bool_or(first[0] < 0):  # rows of nobody's, made of others' numbers
         raise UnknownOwnerError
     if len(first) > 1 and len({varying(m) for m in first}) > 1:
