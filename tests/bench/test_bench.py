@@ -254,7 +254,7 @@ def test_bad_options_are_one_line(tmp_path):
         ("--steps", 2, "--rounds", 3): "fewer than --rounds 3",
         ("--out", tmp_path / "file" / "bench.json"): "file",
         ("--model", "hf:nonsense"): "neither a model type",
-        ("--model", "hf:vit"): "no causal model",
+        ("--model", "hf:beit"): "no causal model",
         ("--model", "hf:gpt2,oops"): "overrides are KEY=VALUE",
         ("--model", "hf:gpt2", "--length", 4096): "has 1024 positions",
     }
