@@ -205,6 +205,27 @@ def headline(device: str, *names: str) -> str:
     return "\n".join([*lines, *below(device, runs)])
 
 
+def finetune() -> str:
+    """Share of plain throughput at the sizes of fine-tuning, and the memory beside plain's."""
+    runs = results("finetune-h200")["runs"]
+    lines = [
+        "| model | batch | mode | plain ms | `fast` | `bitwise` |",
+        "|---|---|---|---:|---:|---:|",
+    ]
+    for run in runs:
+        options, kind = run["options"], run["options"]["model"].removeprefix("hf:").split(",")
+        lora = next((f", {x.replace('lora=', 'LoRA of rank ')}" for x in kind if "lora=" in x), "")
+        size = f"{options['batch']}" + (f" × {options['length']}" if options["length"] > 1 else "")
+        label = f"{kind[0]} ({run['parameters'] / 1e6:,.0f} M{lora})"
+        rows = {row["variant"]: row for row in run["rows"]}
+        kept = [
+            f"{percent(r['ratio'])} ({r['memory_ratio']:.2f}×)" for r in list(rows.values())[1:]
+        ]
+        plain = f"{rows['plain']['step_ms']['median']:.1f}"
+        lines.append(f"| {label} | {size} | {options['mode']} | {plain} | {' | '.join(kept)} |")
+    return "\n".join([*lines, "", measured_with(runs[0], [run["date"] for run in runs])])
+
+
 def scaling(device: str, base: str, *names: str) -> str:
     """Plain and fast training where one thing differs from the base."""
     runs = costs(device, base, *names)
@@ -378,6 +399,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "scaling-gpu": lambda: scaling("h200", "gpt2", *SCALING["h200"]),
     "scaling-cpu": lambda: scaling("cpu", "gpt-4x128", *SCALING["cpu"]),
     "targets-compiled": lambda: scaling("h200", "gpt2-compile", "targets-16-compile"),
+    "finetune": finetune,
     "stages": stages,
     "precision": precision,
     "choices": choices,
