@@ -136,7 +136,7 @@ class Path:
     """
 
     def __init__(self, moved: Sequence[ParamStep], buffers: PathBuffers | None = None) -> None:
-        self.moved, self._buffers = moved, buffers
+        self.moved, self._weights_memory = moved, buffers
         self._points: dict[float, list[Tensor]] = {}  # cache: every target needs them
         self._whole_model = _whole_model(moved)
 
@@ -200,9 +200,9 @@ class Path:
     def _memory(self, x: float | None) -> list[Tensor] | None:
         """Buffers for the weights at a point. None for the ends of the path, which only audits
         need."""
-        if self._buffers is None or x is None or x in (0.0, 1.0):
+        if self._weights_memory is None or x is None or x in (0.0, 1.0):
             return None
-        return self._buffers.like([m.p for m in self.moved], x)
+        return self._weights_memory.like([m.p for m in self.moved], x)
 
     @contextmanager
     def weights(self, x: float | None) -> Iterator[None]:

@@ -115,14 +115,14 @@ class Scorer:
         self.accumulated = Accumulated()
         self.conclusion = Conclusion(self.targets)
         self._clipping = ClippingWatch(max_norm)
-        self._buffers = PathBuffers()
+        self._weights_memory = PathBuffers()
         self._candidates: set[str] = set()  # vectors that may cancel
         self._looked_at: Any = None  # the state of the model when they were looked for
         self._views = SampleViews()  # of weights and optimizer state
         self._compared = 0  # steps whose weights were compared on all coordinates
 
     def close(self) -> None:
-        self._buffers = PathBuffers()
+        self._weights_memory = PathBuffers()
         self._views.forget()
         self.accumulated.close()
 
@@ -135,7 +135,7 @@ class Scorer:
         if isinstance(step, StepResult):
             return step
         all_coordinates = audit or self._compared < FIRST
-        path = Path(step.moved, self._buffers)
+        path = Path(step.moved, self._weights_memory)
         prediction = predict(step.moved, path, None if all_coordinates else self._views)
         maps = self._maps(step, path)
         numbers = self._numbers(step, sum(m.columns for m in micros))
