@@ -105,7 +105,7 @@ def test_a_parameter_that_meets_the_mean_of_all_losses_is_refused(name):
 
 @pytest.mark.parametrize("name", MULTIPLIED)
 def test_of_a_batch_of_one_example_it_is_that_examples(name):
-    """All of it, but for what is only added."""
+    """All of it: a parameter that is added is taken for the bias of the model's one output."""
     model, params, losses = setting(1)
     capture = Capture(model, params)
     with capture.batch(1) as micro:
@@ -113,5 +113,17 @@ def test_of_a_batch_of_one_example_it_is_that_examples(name):
     got, whole = rows_of(micro, params), gradients(MULTIPLIED[name](model, losses()), params)
     for k in params:
         assert torch.allclose(got[k].sum(0), whole[k], rtol=1e-9)
-        nobodys = 1.0 if (name, k) == ("uncertain", "s") else 0.0
-        assert torch.allclose(got[k][1], torch.full_like(params[k], nobodys))
+        assert not got[k][1:].any()
+
+
+def test_the_bias_of_a_model_with_one_output_is_the_only_examples():
+    """``squeeze()`` leaves a number where the batch has one example."""
+    x, bias = torch.randn(1, 6), nn.Parameter(torch.tensor(0.2))
+    model = nn.Linear(6, 1)
+    model.register_parameter("offset", bias)
+    params = dict(model.named_parameters())
+    with Capture(model, params).batch(1) as micro:
+        (model(x).squeeze() + model.offset).square().backward()
+    got = rows_of(micro, params)
+    for k, p in params.items():
+        assert torch.allclose(got[k][0], p.grad, rtol=1e-9) and not got[k][1:].any()

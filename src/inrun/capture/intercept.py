@@ -63,8 +63,7 @@ class Interceptor:
         self.inputs, self.outputs, self.provenance = inputs, outputs, outputs.provenance
         self.taps, self.keeper, self.memo = taps, keeper, memo
         self.micro: MicroBatch | None = None
-        self.calls = 0  # calls seen, and which of them were composite (for the planner)
-        self.opened: list[int] = []
+        self.calls, self.opened = 0, list[int]()  # calls seen; which were composite (planner)
         self.mode = Mode(self.call)
 
     def open(self, micro: MicroBatch | None) -> None:
@@ -138,13 +137,14 @@ class Interceptor:
     def _shared_by_all(
         self, name: str, tensors: Sequence[Tensor], origins: Sequence[Origin]
     ) -> bool:
-        """Are all operands made of the batch the same for every example, and either no function of
-        it that has a gradient (which experts were chosen) or one number (a loss)? With parameters
-        they make something that is made of parameters. Of a batch of one example every number is
-        such a loss where a parameter is added to it."""
+        """Are all operands made of the batch the same for every example, and either without a
+        gradient (which experts were chosen) or one number (a loss)? With parameters they make
+        something made of parameters. Of a batch of one example every number is such a loss where a
+        penalty is added to it; a parameter itself is taken for the bias of a model's one output."""
         mixed = [(t, x) for t, x in zip(tensors, origins, strict=True) if any_batched([x])]
         if self.provenance.B == 1 and name in ADDITIVE:
-            return not any(t.ndim for t, _ in mixed)
+            bias = any(type(x) is Node and x.param is not None for x in origins)
+            return not bias and not any(t.ndim for t, _ in mixed)
         alike = all(x is MIXED for _, x in mixed)
         return alike and all(t.numel() == 1 or not t.is_floating_point() for t, _ in mixed)
 
