@@ -183,8 +183,7 @@ class Interceptor:
             out = func(*args, **kwargs)
             self.outputs.note_batched(func, args, kwargs, out)
             return out
-        rows = self.provenance.B
-        site = self.taps.site(func, leaves, spec, nodes, batched, rows, self.micro)
+        site = self.taps.site(func, leaves, spec, nodes, batched, self.provenance.B, self.micro)
         given, saved = site.arguments(leaves)
         out = _run(func, given, site)
         if not site.detached and not any(t.requires_grad for t in tensors_in(out)):
@@ -284,7 +283,8 @@ class Interceptor:
         call = site.call
         if site.origin is not None:
             positions = self.micro.positions(site.origin, call.B, out.device)
-            call = call.with_(positions=positions)
+            if positions is not call.positions:
+                call = call.with_(positions=positions)
         packed = saved_tensors_hooks()
         if packed:
             self._expect_recomputation()

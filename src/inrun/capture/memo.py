@@ -16,7 +16,8 @@ from torch import Tensor
 from inrun.capture.provenance import Origin, Provenance, has_rows, lasts
 from inrun.capture.site import Site
 from inrun.gradients.nodes import Node
-from inrun.tensors.layout import tensors_in
+from inrun.tensors.layout import Layout, tensors_in
+from inrun.tensors.owners import Owners
 
 Key: TypeAlias = tuple[Any, ...]
 
@@ -90,8 +91,10 @@ class Memo:
             for origin in self._provenance.find_all(tensors):
                 if type(origin) is Node and origin.param is None:
                     return None, None  # made anew in each step
-                if has_rows(origin) and (origin.data or not lasts(origin)):
+                if type(origin) is Layout and origin.data:
                     return None, None  # the call may show that it is the batch
+                if type(origin) is Owners and (origin.data or not lasts(origin)):
+                    return None, None
                 key.append(id(origin))
             found = tuple(key)
             return found, self._known.get(found)
@@ -113,7 +116,7 @@ def _extend(key: list[Any], tensors: list[Tensor], values: Iterable[Any]) -> boo
     """Add arguments to a key and their tensors to ``tensors``; False if they cannot be cached."""
     for x in values:
         if isinstance(x, Tensor):
-            if x.numel() == 1 and not x.is_floating_point():
+            if not x.is_floating_point() and x.numel() == 1:
                 return False  # may stand for a number: ``x.narrow(0, start, 2)``
             key += (x.shape, x.dtype)
             tensors.append(x)
