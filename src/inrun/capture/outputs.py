@@ -118,9 +118,7 @@ class Outputs:
         try:
             with DisableTorchFunction(), torch.no_grad():
                 found = written(move, *move.args) if by == "setitem" else apply_move(move)
-        except UnknownOwnerError:
-            return lost(by)
-        except (ValueError, IndexError, TypeError, RuntimeError, NotImplementedError):
+        except (UnknownOwnerError, ValueError, IndexError, TypeError, RuntimeError):
             return lost(by)
         finally:
             self.by_content = self.by_content or move.content

@@ -238,18 +238,7 @@ def values(
     G = [r.sum(0) for r in rows]
     without = stepped(optimizer, [torch.zeros_like(g) for g in G])
     with_batch = stepped(optimizer, G)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    lr = [float(group["lr"]) for group in optimizer.param_groups for _ in group["params"]]
-    gradient = [torch.zeros_like(g) for g in G]
-    own = [p.data for p in params]
-    for x in points:
-        for p, w, a, b in zip(params, own, without, with_batch, strict=True):
-            p.data = w if x is None else (1 - x) * a + x * b
-        grads = torch.autograd.grad(loss(model), params, allow_unused=True)
-        for total, g in zip(gradient, grads, strict=True):
-            total += 0 if g is None else g / len(points)
-        for p, w in zip(params, own, strict=True):
-            p.data = w
+    gradient = _validation_gradient(model, optimizer, loss, without, with_batch, points)
     if kind == "secant":
         change = [
             (a - b) / torch.where(g == 0, 1.0, g)
@@ -261,11 +250,30 @@ def values(
         down = stepped(optimizer, [g - h for g, h in zip(G, size, strict=True)])
         change = [(d - u) / (2 * h) for u, d, h in zip(up, down, size, strict=True)]
     else:
+        lr = [float(group["lr"]) for group in optimizer.param_groups for _ in group["params"]]
         change = [torch.full_like(g, eta) for g, eta in zip(G, lr, strict=True)]
     total = torch.zeros(len(rows[0]), dtype=rows[0].dtype)
     for c, v, g, r in zip(change, gradient, G, rows, strict=True):
-        moves = g.abs() > 1e-10 * r.abs().sum(
-            0
-        )  # zero but for rounding: the batch does not move it
+        # zero but for rounding: the batch does not move it
+        moves = g.abs() > 1e-10 * r.abs().sum(0)
         total += (c * v * r * moves).reshape(len(r), -1).sum(1)
     return total
+
+
+def _validation_gradient(
+    model: nn.Module, optimizer: Optimizer, loss: Callable[[nn.Module], Tensor],
+    without: Sequence[Tensor], with_batch: Sequence[Tensor], points: Sequence[float | None],
+) -> list[Tensor]:  # fmt: skip
+    """The mean of the validation gradients at these points of the path from w_∅ to w_B."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    own = [p.data for p in params]
+    gradient = [torch.zeros_like(w) for w in own]
+    for x in points:
+        for p, w, a, b in zip(params, own, without, with_batch, strict=True):
+            p.data = w if x is None else (1 - x) * a + x * b
+        grads = torch.autograd.grad(loss(model), params, allow_unused=True)
+        for total, g in zip(gradient, grads, strict=True):
+            total += 0 if g is None else g / len(points)
+        for p, w in zip(params, own, strict=True):
+            p.data = w
+    return gradient

@@ -159,8 +159,11 @@ class Run(Summary, RunTables):
         except BaseException:
             self._memory.held = held
             raise
-        if not self._hooks:  # closed inside the block
-            return
+        if self._hooks:  # not closed inside the block
+            self._keep(array, micro)
+
+    def _keep(self, array: np.ndarray, micro: MicroBatch) -> None:
+        """Keep what a batch has left until the optimizer steps."""
         if not micro.fired:
             if self._check is not None:
                 self._check.calls.pop()

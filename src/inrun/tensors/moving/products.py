@@ -13,8 +13,6 @@ from inrun.tensors.moving.places import aligned
 from inrun.tensors.owners import NOBODY, UnknownOwnerError, expanded, together
 from inrun.tensors.recurrent import options
 
-# Sums and products
-
 
 def reduced(move: Move) -> Tensor | Kind:
     """``sum``, ``mean``, ``max`` over dimensions."""
