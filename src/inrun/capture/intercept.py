@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from inrun.capture.inputs import Inputs
-from inrun.capture.memo import Key, Memo, Outcome
+from inrun.capture.memo import Key, Memo, Outcome, tensors_of
 from inrun.capture.micro_batch import Keeper, MicroBatch
 from inrun.capture.mode import Mode, opened
 from inrun.capture.outputs import Outputs
@@ -44,7 +44,11 @@ from inrun.torch_compat import (
 # Calls whose results are no tensors; they are run and not looked at.
 _PASSED_ON = {
     Tensor.dim, Tensor.size, Tensor.numel, Tensor.stride, Tensor.is_contiguous,
-    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "device", "dtype", "is_cuda")),
+    Tensor.is_floating_point, Tensor.is_complex, Tensor.storage_offset, Tensor.data_ptr,
+    *(getattr(Tensor, name).__get__ for name in (
+        "shape", "ndim", "device", "dtype", "layout", "requires_grad", "is_leaf", "is_cpu", "is_cuda",
+        "is_mps", "is_nested", "is_sparse", "is_quantized",
+    )),
 }  # fmt: skip
 _BACKWARD = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _LIKE = ("to", "type_as", "view_as", "reshape_as", "expand_as")  # use the other's type or shape
@@ -82,16 +86,20 @@ class Interceptor:
             self._refuse_transformed(args, kwargs)
         if self.memo is None:
             return self._first_call(func, args, kwargs, None)
-        state = self.provenance.B, self.provenance.slots, torch.is_grad_enabled()
-        key, known = self.memo.look_up(func, args, kwargs, *state)
+        key, known = self.memo.look_up(func, args, kwargs)
         if type(known) is Site:
             return self._run_known_site(func, args, kwargs, known)
-        if type(known) is Outcome:
-            out = func(*args, **kwargs)
-            if not known.note(out, self.provenance):
+        if type(known) is not Outcome or (
+            known.constant and self.provenance.expects_recomputation
+        ):
+            return self._first_call(func, args, kwargs, key)
+        out = func(*args, **kwargs)
+        if not known.note(out, self.provenance):
+            if known.constant:
+                self.outputs.note_constant(func, tensors_in(args, kwargs), out)
+            else:
                 self.outputs.note_batched(func, args, kwargs, out)
-            return out
-        return self._first_call(func, args, kwargs, key)
+        return out
 
     def _first_call(self, func: Any, args: Any, kwargs: Any, key: Key | None) -> Any:
         """Analyse a call that is not in the memo, and run it."""
@@ -118,20 +126,20 @@ class Interceptor:
         out = func(*args, **kwargs)
         if batched:
             self.outputs.note_batched(func, args, kwargs, out)
-            cacheable = key is not None and not parametric and not self.outputs.by_content
+            cacheable = not parametric and not self.outputs.by_content
+            if in_place(func):
+                changed = self.provenance.find_all(tensors_of(out) or ()) != origins[:1]
+                cacheable = cacheable and type(origins[0]) is not Lost and not changed
             if self.memo is not None and key is not None and cacheable:
-                known = Outcome.of(out, self.provenance)
-                written = in_place(func) and (
-                    type(origins[0]) is Lost or (known is not None and known.origins != origins[:1])
-                )
-                if known and not written:
-                    self.memo.store(key, known)
+                self.memo.store_outcome(key, out, constant=False)
         elif parametric:
             self.outputs.note_parametric(func, before, kwargs, out, planning=self.memo is None)
         elif any(x is OUTSIDE or has_rows(x) for x in origins):
             self.outputs.note_data(func, args, kwargs, out)
         else:
-            self.outputs.note_constant(func, tensors, out)
+            drawn = self.outputs.note_constant(func, tensors, out)
+            if self.memo is not None and key is not None and not drawn:
+                self.memo.store_outcome(key, out, constant=True)
         return out
 
     def _shared_by_all(

@@ -220,8 +220,8 @@ class Outputs:
                 found = provenance.as_data(t)
             provenance.assume(t, replace(found, data=True) if has_rows(found) else found)
 
-    def note_constant(self, func: Any, tensors: Sequence[Tensor], out: Any) -> None:
-        """Note the outputs of an operation on constants."""
+    def note_constant(self, func: Any, tensors: Sequence[Tensor], out: Any) -> bool:
+        """Note the outputs of an operation on constants; returns whether they are random."""
         drawn = self.provenance.drawn
         random = name_of(func) in _DRAWN or any(drawn.get(t) for t in tensors)
         for t in tensors_in(out):
@@ -229,6 +229,7 @@ class Outputs:
             if random:
                 drawn[t] = True
         self.provenance.revive(tensors)
+        return random
 
     # Of operations on parameters alone
 

@@ -22,12 +22,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeAlias, TypeGuard, TypeVar
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from inrun.capture.claims import Claims
+from inrun.capture.tensor_map import Mark, Origins, TensorMap
 from inrun.errors import no_positions
 from inrun.gradients.nodes import Node
 from inrun.tensors.layout import MIXED, Kind, Layout, Lost, lost, tensors_in
@@ -47,7 +48,6 @@ CONSTANT, OUTSIDE, PAIRS = Kind("constant"), Kind("outside"), Kind("pairs")
 _MOST = 10_000  # maps of layouts that are kept
 _MOST_BYTES = 2**28  # of static maps: batches of ever new shapes would fill the memory
 
-T = TypeVar("T")
 OnPositions: TypeAlias = Callable[[Tensor | None], None]  # gets integers that the model receives
 
 
@@ -71,26 +71,6 @@ def lasts(origin: Layout | Owners) -> bool:
 def follows_rows(origin: Origin) -> bool:
     """Is it made of the batch or of data with one entry per example?"""
     return type(origin) in (Layout, Owners, Lost) or origin is MIXED or origin is PAIRS
-
-
-class TensorMap(Generic[T]):
-    """Weak dictionary with tensors as keys. (torch's own WeakTensorKeyDictionary is slower.)"""
-
-    def __init__(self) -> None:
-        self.entries: dict[int, tuple[weakref.ref[Tensor], T]] = {}
-
-    def get(self, t: Tensor) -> T | None:
-        entry = self.entries.get(id(t))
-        return entry[1] if entry is not None and entry[0]() is t else None
-
-    def __setitem__(self, t: Tensor, value: T) -> None:
-        self.entries[id(t)] = weakref.ref(t), value
-
-    def alive(self) -> Iterator[tuple[Tensor, T]]:
-        """The tensors that still exist, with their values."""
-        for tensor, value in self.entries.values():
-            if (t := tensor()) is not None:
-                yield t, value
 
 
 class Provenance:
@@ -132,7 +112,7 @@ class Provenance:
         self.anchored = False  # is it known which tensors are the batch?
         self.inside = False  # does a module of the user's run that has received the batch?
         self.shapes: list[tuple[int, ...]] = []  # of data without an entry for each example
-        self._origins: TensorMap[Origin] = TensorMap()
+        self.origins: Origins[Origin] = Origins()
         self.drawn: TensorMap[bool] = TensorMap()  # constants made of random numbers
         self._by_memory: dict[Any, Origin] | None = None  # where something is recomputed
         self._own: set[int] | None = None  # ids of the model's own tensors
@@ -169,12 +149,12 @@ class Provenance:
 
     def find(self, t: Tensor) -> Origin:
         """The origin of a tensor; of one that is not known yet, by what it is."""
-        entry = self._origins.entries.get(id(t))
+        entry = self.origins.entries.get(id(t))
         return entry[1] if entry is not None and entry[0]() is t else self._first_seen(t)
 
     def find_all(self, tensors: Iterable[Tensor]) -> list[Origin]:
         """The origin of each."""
-        entries, found = self._origins.entries, []
+        entries, found = self.origins.entries, []
         for t in tensors:
             entry = entries.get(id(t))
             known = entry is not None and entry[0]() is t
@@ -183,10 +163,10 @@ class Provenance:
 
     def known(self, t: Tensor) -> Origin | None:
         """The origin of a tensor that has been seen; else None."""
-        return self._origins.get(t)
+        return self.origins.get(t)
 
     def alive(self) -> Iterator[tuple[Tensor, Origin]]:
-        return self._origins.alive()
+        return self.origins.alive()
 
     def layout(self, t: Any) -> Layout | None:
         """The layout of a batched tensor without the claims that are proven; else None."""
@@ -255,7 +235,7 @@ class Provenance:
         origin: Origin | None = self.nodes.get(id(t))
         if not isinstance(origin, Node) or origin.param is not t:
             origin = self.one(self._classify(t))
-        self._origins[t] = origin
+        self.origins[t] = origin
         return origin
 
     def _classify(self, t: Tensor) -> Origin:
@@ -299,13 +279,25 @@ class Provenance:
     def note_all(self, tensors: Sequence[Tensor], origins: Sequence[Origin]) -> None:
         """The same for several tensors and origins that this object has handed out."""
         for t, origin in zip(tensors, origins, strict=True):
-            self._origins[t] = origin
+            self.origins[t] = origin
             if self._by_memory is not None:
                 self._note_memory(t, origin)
 
+    def note_known(self, t: Tensor, mark: Mark) -> bool:
+        """The same for an output whose mark the memo knows; False if it has another shape."""
+        if t.shape != mark.shape:
+            return False
+        if t.dtype is mark.dtype:
+            self.origins.put(t, mark)
+        else:  # autocast was turned on or off
+            self.origins[t] = mark.origin
+        if self._by_memory is not None:
+            self._note_memory(t, mark.origin)
+        return True
+
     def assume(self, t: Tensor, origin: Origin) -> None:
         """The origin of a tensor that none of the operations in the batch has made."""
-        self._origins[t] = self.one(origin)
+        self.origins[t] = self.one(origin)
 
     def one(self, origin: Origin) -> Origin:
         """One object for all equal layouts and static maps: its id is part of the memo's keys."""
@@ -340,7 +332,7 @@ class Provenance:
         if self._by_memory is not None:
             return
         self._by_memory = {}
-        for t, origin in self._origins.alive():
+        for t, origin in self.origins.alive():
             self._note_memory(t, origin)
         for node in self.nodes.values():
             if node.param is not None:
@@ -356,9 +348,9 @@ class Provenance:
         if self._by_memory is None:
             return
         for t in tensors:
-            if t.requires_grad and t.is_leaf and self._origins.get(t) is CONSTANT:
+            if t.requires_grad and t.is_leaf and self.origins.get(t) is CONSTANT:
                 known = self._by_memory.get(_memory_of(t))
-                self._origins[t] = known if type(known) is Node else CONSTANT
+                self.origins[t] = known if type(known) is Node else CONSTANT
 
 
 def _memory_of(t: Tensor) -> Any:
@@ -379,9 +371,11 @@ def _own_tensors(modules: Iterable[nn.Module]) -> set[int]:
     for module in modules:
         held = vars(module)
         buffers, params = buffers_of(module).values(), parameters_of(module).values()
-        own.update(map(id, params), map(id, buffers), map(id, held.values()))
-        for name, x in held.items():
-            if type(x) in _CONTAINERS and 0 < len(x) <= _SHORT and name not in MODULE_ATTRIBUTES:
+        own.update(map(id, params), map(id, buffers))
+        for name in held.keys() - MODULE_ATTRIBUTES:
+            x = held[name]
+            own.add(id(x))
+            if type(x) in _CONTAINERS and 0 < len(x) <= _SHORT:
                 own.update(map(id, tensors_in(x)))
     return own
 

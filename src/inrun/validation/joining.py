@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inrun.capture.provenance import TensorMap
+from inrun.capture.tensor_map import TensorMap
 from inrun.errors import BatchError, CaptureError
 from inrun.tensors.autocast import no_autocast
 from inrun.torch_compat import tree_flatten, version_of

@@ -1,0 +1,69 @@
+"""Dictionaries with tensors as keys, and the one that holds the origins of a batch's tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class TensorMap(Generic[T]):
+    """Weak dictionary with tensors as keys. (torch's own WeakTensorKeyDictionary is slower.)"""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, tuple[weakref.ref[Tensor], T]] = {}
+
+    def get(self, t: Tensor) -> T | None:
+        entry = self.entries.get(id(t))
+        return entry[1] if entry is not None and entry[0]() is t else None
+
+    def __setitem__(self, t: Tensor, value: T) -> None:
+        self.entries[id(t)] = weakref.ref(t), value
+
+    def alive(self) -> Iterator[tuple[Tensor, T]]:
+        """The tensors that still exist, with their values."""
+        for tensor, value in self.entries.values():
+            if (t := tensor()) is not None:
+                yield t, value
+
+
+class Mark:
+    """What tensors have in common that the memo takes for alike: origin, shape and type.
+
+    There is one object for each combination, so the key of a call holds one for each tensor. No
+    type: of a tensor on which no call can be cached.
+    """
+
+    __slots__ = ("dtype", "origin", "shape")
+
+    def __init__(self, origin: Any, shape: torch.Size, dtype: torch.dtype | None) -> None:
+        self.origin, self.shape, self.dtype = origin, shape, dtype
+
+
+class Origins(Generic[T]):
+    """The origins of tensors, with the mark of those that the memo has been asked about."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, tuple[weakref.ref[Tensor], T, Mark | None]] = {}
+
+    def get(self, t: Tensor) -> T | None:
+        entry = self.entries.get(id(t))
+        return entry[1] if entry is not None and entry[0]() is t else None
+
+    def __setitem__(self, t: Tensor, origin: T) -> None:
+        self.entries[id(t)] = weakref.ref(t), origin, None
+
+    def put(self, t: Tensor, mark: Mark) -> None:
+        """The same for a tensor whose mark is known."""
+        self.entries[id(t)] = weakref.ref(t), mark.origin, mark
+
+    def alive(self) -> Iterator[tuple[Tensor, T]]:
+        """The tensors that still exist, with their origins."""
+        for tensor, origin, _ in self.entries.values():
+            if (t := tensor()) is not None:
+                yield t, origin
