@@ -7,6 +7,7 @@ What happens where:
     inputs.py       finds the batch among the model's inputs
     outputs.py      derives what an operation's outputs are made of
     provenance.py   knows what each tensor is made of
+    tensor_map.py   dictionaries with tensors as keys
     memo.py         caches the analysis of a call
     site.py         analyses an operation in which parameters meet examples and builds its tap
     tap.py          the autograd functions that hand δ over in the backward pass

@@ -20,7 +20,7 @@ from torch import Tensor
 from inrun.capture.inputs import Inputs
 from inrun.capture.memo import Key, Memo, Outcome, tensors_of
 from inrun.capture.micro_batch import Keeper, MicroBatch
-from inrun.capture.mode import Mode, opened
+from inrun.capture.mode import PASSED_ON, Mode, opened
 from inrun.capture.outputs import Outputs
 from inrun.capture.pairs import halves
 from inrun.capture.provenance import OUTSIDE, PAIRS, Origin, any_batched, has_rows
@@ -41,15 +41,6 @@ from inrun.torch_compat import (
     unwrapped,
 )
 
-# Calls whose results are no tensors; they are run and not looked at.
-_PASSED_ON = {
-    Tensor.dim, Tensor.size, Tensor.numel, Tensor.stride, Tensor.is_contiguous,
-    Tensor.is_floating_point, Tensor.is_complex, Tensor.storage_offset, Tensor.data_ptr,
-    *(getattr(Tensor, name).__get__ for name in (
-        "shape", "ndim", "device", "dtype", "layout", "requires_grad", "is_leaf", "is_cpu", "is_cuda",
-        "is_mps", "is_nested", "is_sparse", "is_quantized",
-    )),
-}  # fmt: skip
 _BACKWARD = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _LIKE = ("to", "type_as", "view_as", "reshape_as", "expand_as")  # use the other's type or shape
 
@@ -68,7 +59,7 @@ class Interceptor:
         self.taps, self.keeper, self.memo = taps, keeper, memo
         self.micro: MicroBatch | None = None
         self.calls, self.opened = 0, list[int]()  # calls seen; which were composite (planner)
-        self.mode = Mode(self.call)
+        self.mode = Mode(self.call, () if memo is None else PASSED_ON)  # the planner counts all
 
     def open(self, micro: MicroBatch | None) -> None:
         """Put the records of all taps from now on into this micro-batch (None: it is over)."""
@@ -78,20 +69,17 @@ class Interceptor:
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One intercepted call."""
         self.calls += 1
-        if func in _PASSED_ON:
-            return func(*args, **kwargs)
         if func in _BACKWARD:
             return self._run_backward(func, args, kwargs)
         if functorch_transforms_active():
             self._refuse_transformed(args, kwargs)
         if self.memo is None:
-            return self._first_call(func, args, kwargs, None)
+            run_only = func in PASSED_ON
+            return func(*args, **kwargs) if run_only else self._first_call(func, args, kwargs, None)
         key, known = self.memo.look_up(func, args, kwargs)
         if type(known) is Site:
             return self._run_known_site(func, args, kwargs, known)
-        if type(known) is not Outcome or (
-            known.constant and self.provenance.expects_recomputation
-        ):
+        if type(known) is not Outcome or (known.constant and self.provenance.expects_recomputation):
             return self._first_call(func, args, kwargs, key)
         out = func(*args, **kwargs)
         if not known.note(out, self.provenance):
@@ -208,11 +196,11 @@ class Interceptor:
             site = self._placed(site, func, args, kwargs, out, saved)
         cacheable = spec.nested is None and not in_place(func) and not claims and not of_pairs
         cacheable = cacheable and not self.outputs.by_content
-        if self.memo is not None and key is not None and cacheable:
-            self.memo.store(key, site)
         out = self._tap(out, site, leaves, saved)
         if of_pairs:
             self.provenance.note(out, PAIRS)
+        if self.memo is not None and key is not None and cacheable:
+            self.memo.store(key, replace(site, mark=self.memo.mark(out)))
         return out
 
     def _run_fused_loss(self, func: Any, args: Any, kwargs: Any, place: Place) -> Any:
@@ -256,11 +244,10 @@ class Interceptor:
                 assert self.micro is not None
                 self.micro.met, self.micro.autocast = True, autocast
                 out = self.taps.fused(site, leaves, self.receive, autocast)
-                assert site.origin is not None
-                self.provenance.note(out, site.origin)
+                self._note_output(out, site)
                 return out
         given, saved = site.arguments(leaves)
-        out = _run(func, given, site)
+        out = _run(func, given, site) if site.detached else func(*args, **kwargs)
         if not site.detached and not out.requires_grad:
             self.outputs.note_batched(func, args, kwargs, out)
             return out
@@ -298,9 +285,14 @@ class Interceptor:
             self._expect_recomputation()
         out, call = self.taps.tap(out, site, call, leaves, saved, self.receive, packed)
         self.micro.met, self.micro.autocast = True, call.autocast
+        self._note_output(out, site)
+        return out
+
+    def _note_output(self, out: Tensor, site: Site) -> None:
+        if site.mark is not None and self.provenance.note_known(out, site.mark):
+            return
         if site.origin is not None:
             self.provenance.note(out, site.origin)
-        return out
 
     def _tap_several(
         self, outs: tuple[Tensor, ...], site: Site, saved: Sequence[Any], func: Any, args: Any,

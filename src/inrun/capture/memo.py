@@ -123,7 +123,7 @@ class Memo:
         mark = self._marks.get(key)
         if mark is None:  # it keeps the origin alive, whose id stays its own
             mark = self._marks[key] = Mark(origin, t.shape, t.dtype)
-        self._provenance.origins.put(t, mark)
+        self._provenance.note_mark(t, mark)
         return mark
 
     def clear(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,13 +25,23 @@ from inrun.torch_compat import composite, get_eval_frame_callback, skip_code
 
 Function = type[torch.autograd.Function]
 
+# Calls whose results are no tensors; they are run and not looked at.
+PASSED_ON = {
+    Tensor.dim, Tensor.size, Tensor.numel, Tensor.stride, Tensor.is_contiguous,
+    Tensor.is_floating_point, Tensor.is_complex, Tensor.storage_offset, Tensor.data_ptr,
+    *(getattr(Tensor, name).__get__ for name in (
+        "shape", "ndim", "device", "dtype", "layout", "requires_grad", "is_leaf", "is_cpu",
+        "is_cuda", "is_mps", "is_nested", "is_sparse", "is_quantized",
+    )),
+}  # fmt: skip
+
 
 class Mode(TorchFunctionMode):
-    """Hands each call to ``call``, unless it is paused."""
+    """Hands each call to ``call``, unless it is paused or one of ``passed_on``."""
 
-    def __init__(self, call: Callable[[Any, Any, Any], Any]) -> None:
+    def __init__(self, call: Callable[[Any, Any, Any], Any], passed_on: Collection[Any]) -> None:
         super().__init__()
-        self.paused, self.call = False, call
+        self.paused, self.call, self.passed_on = False, call, passed_on
         # Where torch.compile starts in the middle of eager code, our own is no part of a graph.
         self.hidden = torch.compiler.disable(call)
 
@@ -39,6 +49,8 @@ class Mode(TorchFunctionMode):
         # torch.compile traces through here; its graph reaches us in compiled/backend.py
         if torch.compiler.is_dynamo_compiling() or self.paused:
             return func(*args, **(kwargs or {}))
+        if func in self.passed_on:
+            return func(*args, **kwargs) if kwargs else func(*args)
         call = self.call if get_eval_frame_callback() is None else self.hidden
         return call(func, args, kwargs or {})
 

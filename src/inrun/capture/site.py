@@ -31,6 +31,7 @@ from inrun.capture.tap import (
     run_fused,
     tapped,
 )
+from inrun.capture.tensor_map import Mark
 from inrun.errors import refusal
 from inrun.gradients import Call, Dense, Form, OpRule, Record, op_rule, replay
 from inrun.gradients.blocks import Blocks
@@ -66,6 +67,7 @@ class Site:
     kept: tuple[str, ...] = ()  # what the rule uses of autograd's own (``OpRule.kept``)
     fused: FusedOp | None = None  # operation and tap as one autograd node
     several: bool = False  # the rule takes δ of several outputs (``OpRule.several``)
+    mark: Mark | None = None  # of the output, once the memo holds the site
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The leaves to run the operation with, and those to save for its rule."""

@@ -46,10 +46,13 @@ class Mark:
 
 
 class Origins(Generic[T]):
-    """The origins of tensors, with the mark of those that the memo has been asked about."""
+    """The origins of tensors (at first those of ``others``), with the mark of those that the memo
+    has been asked about."""
 
-    def __init__(self) -> None:
-        self.entries: dict[int, tuple[weakref.ref[Tensor], T, Mark | None]] = {}
+    def __init__(self, others: Origins[T] | None = None) -> None:
+        self.entries: dict[int, tuple[weakref.ref[Tensor], T, Mark | None]] = (
+            {} if others is None else others.entries.copy()
+        )
 
     def get(self, t: Tensor) -> T | None:
         entry = self.entries.get(id(t))
