@@ -170,9 +170,12 @@ DisableTorchFunction = torch._C.DisableTorchFunction
 """Context in which no ``TorchFunctionMode`` and no tensor subclass sees calls.
 
 Our own computations are not to be followed by our own mode, and the calls get cheaper. Public
-replacement: none (``torch._C.DisableTorchFunctionSubclass`` is documented, but leaves modes on).
-Tried: 2.11, 2.13.
+replacement: none. Tried: 2.11, 2.13.
 """
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass  # documented; leaves modes on
+
+top_mode = torch.overrides._get_current_function_mode
+"""The mode that sees calls first, or None. Public replacement: none. Tried: 2.11, 2.13."""
 
 functorch_transforms_active = torch._C._are_functorch_transforms_active
 """Is a transformation of ``torch.func`` (``vmap``, ``grad``, ``jvp``) running?

@@ -9,6 +9,8 @@ What happens where:
     provenance.py   knows what each tensor is made of
     tensor_map.py   dictionaries with tensors as keys
     memo.py         caches the analysis of a call
+    aside.py        takes the mode off where the rest of a forward pass is known
+    plan.py         what is known of it
     site.py         analyses an operation in which parameters meet examples and builds its tap
     tap.py          the autograd functions that hand δ over in the backward pass
     micro_batch.py  keeps the records
@@ -83,6 +85,7 @@ class Capture:
         self.memo = Memo(self.provenance)
         self.taps = Taps(form, fast, directions, probe, self.blocks, self.trigger)
         self.interceptor = Interceptor(self.inputs, self.outputs, self.taps, self.keeper, self.memo)
+        self.aside = self.inputs.aside = self.interceptor.aside
         self.backend = Backend(self)
 
     @property
@@ -102,7 +105,7 @@ class Capture:
         """
         owner = None if owner is None else owner.long()
         if self.provenance.forget_maps():
-            self.memo.clear()
+            self._forget()
         choice = Choice(self.taps.form, self.taps.fast, self.taps.directions)
         micro = MicroBatch(B, choice=choice)
         on_positions = partial(self._by_position, micro, owner is None) if tokens else None
@@ -110,6 +113,7 @@ class Capture:
         micro.owner = None if tokens else self.provenance.owner
         self.interceptor.open(micro)
         self.outputs.doubts = micro.doubts
+        self.aside.new_batch()
         try:
             with (
                 self.blocks.undone_if_it_fails(),
@@ -118,8 +122,12 @@ class Capture:
                 self.inputs.batch(),
                 self.interceptor.mode,
             ):
-                yield micro
-            if not micro.fired:
+                try:
+                    yield micro
+                finally:
+                    self.aside.close()
+            micro.void = self.aside.reason
+            if not micro.fired and micro.void is None:
                 shapes = [] if micro.met else self.provenance.shapes
                 dim, slots = self.provenance.batch_dim, self.provenance.slots
                 error = nothing_recorded(B, dim, slots, shapes)
@@ -142,13 +150,17 @@ class Capture:
     def watch(self, params: Mapping[str, Tensor]) -> None:
         """The parameters to score, from the next batch on."""
         self.provenance.watch(params)
-        self.memo.clear()
+        self._forget()
 
     def close(self) -> None:
         """Let go of the model and of memory."""
         self.backend.close()
-        self.memo.clear()
+        self._forget()
         self.blocks.free()
+
+    def _forget(self) -> None:
+        self.memo.clear()
+        self.aside.clear()
 
     # For compiled graphs (compiled/)
 

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,14 @@ from inrun.tensors.layout import Layout
 from inrun.torch_compat import DisableTorchFunction, in_backward
 
 _DEPTH = 4  # of containers and objects that hold inputs
+
+
+class Aside(Protocol):
+    """Told of the calls of the model from outside any of its modules (aside.py)."""
+
+    def entered(self, args: Any, kwargs: Any) -> None: ...
+
+    def left(self, out: Any) -> None: ...
 
 
 class Inputs:
@@ -39,6 +47,7 @@ class Inputs:
         self._first: str | None = None  # the model's input that is certain to be the batch
         self._inside: list[nn.Module] = []  # module calls that are under way
         self._received = False  # has a module of the user's received the batch?
+        self.aside: Aside | None = None  # told of the model's own calls
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -92,12 +101,16 @@ class Inputs:
         known = self.provenance.known
         self._received = self._received or any(has_rows(known(t)) for _, t in given)
         self.provenance.inside = self._received
+        if is_model and self.aside is not None:
+            self.aside.entered(args, kwargs)
 
-    def left(self, module: nn.Module) -> None:
+    def left(self, module: nn.Module, out: Any) -> None:
         """A call of a user's module is over."""
         if self._inside and self._inside[-1] is module:
             self._inside.pop()
             self.provenance.inside = self._received and bool(self._inside)
+            if not self._inside and module is self._model and self.aside is not None:
+                self.aside.left(out)
 
     def _note_sizes(self, given: Sequence[tuple[str, Tensor]]) -> None:
         """Compare the length of each input with the batch's. An input that has the batch's length
@@ -189,8 +202,18 @@ class Inputs:
                 raise unproven_rows(claim, claims[claim])
 
 
-class Entry:
-    """The forward pre-hook of the user's modules. Copies of a module get one that does nothing."""
+class Hook:
+    """A hook of a module. Copies of the module get one that does nothing."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        return _nothing_at_all, ()
+
+
+class Entry(Hook):
+    """The forward pre-hook of the user's modules."""
 
     def __init__(self, inputs: Inputs) -> None:
         self._inputs = weakref.ref(inputs)
@@ -202,12 +225,6 @@ class Entry:
             with DisableTorchFunction():
                 inputs.entered(module, args, kwargs)
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _nothing
-
-    def __reduce__(self) -> Any:
-        return _nothing_at_all, ()
-
 
 class Exit(Entry):
     """The forward hook of the user's modules: the call is over."""
@@ -216,7 +233,8 @@ class Exit(Entry):
         if torch.compiler.is_compiling():
             return
         if (inputs := self._inputs()) is not None:
-            inputs.left(module)
+            with DisableTorchFunction():
+                inputs.left(module, out)
 
 
 def _nothing(*args: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inrun.capture.aside import Aside
 from inrun.capture.inputs import Inputs
 from inrun.capture.memo import Key, Memo, Outcome, tensors_of
 from inrun.capture.micro_batch import Keeper, MicroBatch
@@ -60,6 +61,7 @@ class Interceptor:
         self.micro: MicroBatch | None = None
         self.calls, self.opened = 0, list[int]()  # calls seen; which were composite (planner)
         self.mode = Mode(self.call, () if memo is None else PASSED_ON)  # the planner counts all
+        self.aside = Aside(self.provenance, memo, self.run_known_site, self.mode)
 
     def open(self, micro: MicroBatch | None) -> None:
         """Put the records of all taps from now on into this micro-batch (None: it is over)."""
@@ -71,6 +73,8 @@ class Interceptor:
         self.calls += 1
         if func in _BACKWARD:
             return self._run_backward(func, args, kwargs)
+        if self.aside.reason is not None:  # the batch is void
+            return func(*args, **kwargs)
         if functorch_transforms_active():
             self._refuse_transformed(args, kwargs)
         if self.memo is None:
@@ -78,9 +82,14 @@ class Interceptor:
             return func(*args, **kwargs) if run_only else self._first_call(func, args, kwargs, None)
         key, known = self.memo.look_up(func, args, kwargs)
         if type(known) is Site:
-            return self._run_known_site(func, args, kwargs, known)
+            out = self.run_known_site(func, args, kwargs, known)
+            if self.aside.under_way:
+                self.aside.site(func, args, kwargs, known, out)
+            return out
         if type(known) is not Outcome or (known.constant and self.provenance.expects_recomputation):
             return self._first_call(func, args, kwargs, key)
+        if self.aside.under_way:
+            self.aside.answered(args, kwargs)
         out = func(*args, **kwargs)
         if not known.note(out, self.provenance):
             if known.constant:
@@ -91,6 +100,7 @@ class Interceptor:
 
     def _first_call(self, func: Any, args: Any, kwargs: Any, key: Key | None) -> Any:
         """Analyse a call that is not in the memo, and run it."""
+        self.aside.missed()
         tensors = tensors_in(args, kwargs)
         origins = self.provenance.find_all(tensors)
         parametric = any(type(x) is Node for x in origins)
@@ -197,6 +207,7 @@ class Interceptor:
         cacheable = spec.nested is None and not in_place(func) and not claims and not of_pairs
         cacheable = cacheable and not self.outputs.by_content
         out = self._tap(out, site, leaves, saved)
+        self.aside.new_site(out)
         if of_pairs:
             self.provenance.note(out, PAIRS)
         if self.memo is not None and key is not None and cacheable:
@@ -206,6 +217,7 @@ class Interceptor:
     def _run_fused_loss(self, func: Any, args: Any, kwargs: Any, place: Place) -> Any:
         """A loss and its head in one operation: run it, and tap each output that has a gradient."""
         assert self.micro is not None
+        self.aside.spoil()
         leaves, spec = flatten(args, kwargs)
         nodes, batched = self.provenance.operands(leaves)
         site = self.taps.site(func, leaves, spec, nodes, batched, self.provenance.B, self.micro)
@@ -235,7 +247,7 @@ class Interceptor:
                 self.provenance.note(parts[i], self.provenance.find(part))
         return tuple(parts) if isinstance(out, tuple) else parts[0]
 
-    def _run_known_site(self, func: Any, args: Any, kwargs: Any, site: Site) -> Any:
+    def run_known_site(self, func: Any, args: Any, kwargs: Any, site: Site) -> Any:
         """Run the operation of a site in the memo, and tap its output."""
         leaves = (*args, *kwargs.values())
         if site.fused is not None and not saved_tensors_hooks():
@@ -310,6 +322,7 @@ class Interceptor:
         assert first.origin is not None
         positions = self.micro.positions(first.origin, first.call.B, outs[0].device)
         call = first.call.with_(leaves=saved, positions=positions)
+        self.aside.spoil()
         outs, call = self.taps.tap_several(outs, site, call, self.receive)
         self.micro.met, self.micro.autocast = True, call.autocast
         for out, own in zip(outs, placed, strict=True):
@@ -320,6 +333,7 @@ class Interceptor:
     def _write_parameter(self, func: Any, args: Any, batched: bool) -> None:
         """``target[index] = parameter``: as an operation that gives a new target."""
         assert self.micro is not None
+        self.aside.spoil()
         target, index, value = args
         before = target.detach().clone()
         self.provenance.assume(before, self.provenance.find(target))

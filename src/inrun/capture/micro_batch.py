@@ -64,6 +64,7 @@ class MicroBatch:
     claims: dict[str, str] = field(default_factory=dict)  # that a parameter met, and in what
     fired: bool = False  # did a gradient arrive?
     backward: bool = False  # did a backward pass run?
+    void: str | None = None  # why it cannot be scored
     nobody: bool = False  # may records have a row more, for what belongs to no example?
     doubts: list[tuple[str, Tensor]] = field(default_factory=list)  # flags: owners disagree in ...
     _positions: dict[Any, Any] = field(default_factory=dict, repr=False)

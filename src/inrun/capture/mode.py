@@ -16,12 +16,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from inrun.gradients.fused_libraries import FUNCTIONS
 from inrun.gradients.fused_loss import Describe, register_fused
-from inrun.torch_compat import composite, get_eval_frame_callback, skip_code
+from inrun.torch_compat import (
+    DisableTorchFunctionSubclass,
+    composite,
+    get_eval_frame_callback,
+    skip_code,
+)
 
 Function = type[torch.autograd.Function]
 
@@ -149,3 +154,20 @@ def _expanded(*tensors: Tensor) -> tuple[Tensor, ...]:
     calls it.)"""
     shape = torch.broadcast_shapes(*(t.shape for t in tensors))
     return tuple(t.expand(shape) for t in tensors)
+
+
+def dressed(call: Callable[[Any, Any, Any], Any]) -> type[nn.Parameter]:
+    """A class for parameters: ``call`` gets the calls in which one of them takes part."""
+
+    def hand_over(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with DisableTorchFunctionSubclass():
+            return call(func, args, kwargs or {})
+
+    def copied(self: Any, memo: Any) -> Any:
+        with DisableTorchFunctionSubclass():
+            copy = nn.Parameter.__deepcopy__(self, memo)
+        copy.__class__ = nn.Parameter
+        return copy
+
+    own = {"__torch_function__": classmethod(hand_over), "__deepcopy__": copied}
+    return type("Parameter", (nn.Parameter,), own)

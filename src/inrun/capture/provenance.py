@@ -89,6 +89,7 @@ class Provenance:
         self.held: Collection[int] = ()  # ids of the parameters that the optimizer trains
         self.outsiders: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self.claims = Claims()
+        self.on_unseen: Callable[[], None] = lambda: None  # a tensor of the batch that no call made
         self._layouts: dict[tuple[Any, ...], Layout | Owners] = {}
         self._maps: dict[tuple[Any, ...], Tensor] = {}  # of layouts
         self._held = 0  # bytes of static maps
@@ -251,6 +252,7 @@ class Provenance:
             if known is not None and (type(known) is not Node or t.requires_grad):
                 return known
         if self.anchored and t.requires_grad and not t.is_leaf:
+            self.on_unseen()
             return lost("a function that torch does not show")
         if t.ndim == 0 or self.inside:
             return CONSTANT

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from inrun.capture.aside import CHANGED as ASIDE
 from inrun.capture.micro_batch import MicroBatch
 from inrun.errors import CaptureError
 from inrun.exact.check import Check, compare, gradient_errors, nobodys, per_example, without
@@ -71,6 +72,7 @@ stage: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
 MIXED_UP = "Say whose each row is with run.batch(ids, owner=...), or keep these rows apart"
 _ADVICE = {
+    ASIDE: "Passes like it are looked at call by call from now on",
     CHANGED: "Clipping and unscaling are recognised from the next step on",
     BEFORE: "Call optimizer.zero_grad() before the first batch of a step, and every backward() "
     "inside run.batch(ids)",
@@ -196,6 +198,8 @@ class Scorer:
     def _received(self, number: int, micros: list[MicroBatch], audit: bool) -> Step | StepResult:
         """What the optimizer is about to do with which gradient. A void result if that gradient is
         no known function of what the batches left."""
+        for reason in (m.void for m in micros if m.void):
+            return self.conclusion.void(number, reason, _ADVICE[reason])
         params = {k: p for k, p in self.params.items() if p.grad is not None}
         if not self.conclusion.verified:
             self._refuse_unseen(params, micros)

@@ -1,0 +1,388 @@
+"""Look at a forward pass a few times, then stand aside.
+
+The mode (mode.py) sees every call of a torch function in Python, though few of them involve a
+parameter. After some steps the places where parameters meet examples are known: a *plan*. From then
+on the mode is taken off for most of the model's forward pass, and the parameters get a class of
+their own there, which hands us the calls that they take part in. All other calls run as if nobody
+looked.
+
+What makes this right:
+
+* A plan belongs to a signature: shapes, types and origins of the model's inputs, the modules'
+  training flags, autocast. It is followed after it was found equal in a few passes running.
+* The *stem*, up to the last call that the memo could not answer or whose batched operand has no
+  autograd graph, runs under the mode in every pass. So what enters the rest is known.
+* In the rest, the calls of parameters must be those of the plan, and the autograd graph between
+  their taps must be that of the plan: kinds of nodes, edges, and the numbers that say how each
+  moves what it gets (sizes, dimensions, shifts). The gradient of a row goes where the graph leads,
+  so it goes where it went before. What comes after the last tap decides δ, not whose it is.
+* Custom autograd functions, writes into slices, recomputation and whatever depends on the content
+  of a tensor (the memo does not answer such calls) are never part of a plan.
+* Numbers without a gradient leave no trace in the graph. What a model newly does with them is seen
+  when the mode looks again, which it does now and then.
+
+A pass that differs from its plan is not disturbed. Its step is void, and the signature is left to
+the mode from then on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inrun.capture.inputs import Hook, named_tensors
+from inrun.capture.memo import Memo
+from inrun.capture.mode import PASSED_ON, Mode, dressed
+from inrun.capture.plan import NUMBERS, Graph, OtherPlanError, Pass, Plan, Step, start_of
+from inrun.capture.provenance import Origin, Provenance
+from inrun.capture.site import Site
+from inrun.tensors.autocast import current
+from inrun.tensors.layout import tensors_in
+from inrun.torch_compat import (
+    functorch_transforms_active,
+    get_eval_frame_callback,
+    saved_tensors_hooks,
+    top_mode,
+    version_of,
+)
+
+CHANGED = "the model's forward pass was another than in the steps before"
+_PASSES = 3  # equal ones, before a plan is followed
+_CHANGES = 8  # passes of one signature that were not like the one before, until it is left alone
+_SIGNATURES = 64
+_AGAIN = 64  # passes after which the mode looks again
+
+
+class Aside:
+    """Learns plans and follows them. One for each capture."""
+
+    def __init__(
+        self, provenance: Provenance, memo: Memo | None, run_site: Any, mode: Mode
+    ) -> None:
+        self.provenance, self.memo, self.run_site, self.mode = provenance, memo, run_site, mode
+        self.plans: dict[Any, Plan | None] = {}  # None: left to the mode
+        self._changes: dict[Any, int] = {}
+        self.learning: Pass | None = None
+        self.under_way = False  # is a pass learned or followed?
+        self.plan: Plan | None = None  # that is followed by this pass
+        self.reason: str | None = None  # why the batch cannot be scored
+        self.followed = 0  # passes of this batch
+        self._graph = Graph()
+        self._next = 0  # step of the plan
+        self._off = False  # is the mode off?
+        self._hooks: list[Any] = []
+        self._thread = 0
+        self._dressed: list[Tensor] = []
+        self._signed: Any = None
+        self._class = dressed(self.call)
+        provenance.on_unseen = self._unseen
+
+    def new_batch(self) -> None:
+        self.reason, self.followed = None, 0
+
+    def clear(self) -> None:
+        self.plans.clear()
+        self._changes.clear()
+
+    # The model's own call, from outside any other of its modules
+
+    def entered(self, args: Any, kwargs: Any) -> None:
+        """The model is called and its inputs have their origins."""
+        self._end()
+        signature = self._signature(args, kwargs)
+        if signature is None:
+            return
+        known = self.plans.get(signature)
+        if known is None and signature in self.plans:
+            return
+        self.under_way = True
+        trusted = known is not None and known.passes % _AGAIN >= _PASSES
+        self._graph = Graph(known.entries if known is not None and trusted else None)
+        if known is not None and trusted:
+            known.passes += 1
+            self.plan, self._next = known, 0
+            self._signed = signature
+            hook = known.start.register_forward_pre_hook(_Start(self))
+            self._hooks.append(hook)
+            return
+        self.learning = Pass(signature)
+        add = torch.nn.modules.module.register_module_forward_pre_hook
+        self._hooks.append(add(_Called(self.learning)))
+
+    def left(self, out: Any) -> None:
+        """The model's call is over."""
+        learned, plan, off = self.learning, self.plan, self._off
+        self._back()
+        try:
+            if learned is not None:
+                self._learn(learned, out)
+            elif plan is not None and off:
+                self._conclude(plan, out)
+            elif plan is not None:  # its first module was not called, or not in its turn
+                self._drop()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._back()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self.learning, self.plan, self.under_way = [], None, None, False
+        self._graph = Graph()
+
+    close = _end  # the batch is over, perhaps by an exception
+
+    def _signature(self, args: Any, kwargs: Any) -> Any:
+        """What the analysis of the pass depends on; None: it is left to the mode."""
+        provenance = self.provenance
+        if not torch.is_grad_enabled() or functorch_transforms_active() or saved_tensors_hooks():
+            return None
+        if get_eval_frame_callback() is not None or provenance.expects_recomputation:
+            return None
+        if provenance.on_positions is not None or top_mode() is not self.mode:
+            return None
+        found: list[Any] = [provenance.B, provenance.slots, *map(current, ("cpu", "cuda"))]
+        found += [m.training for m in provenance.modules]
+        for path, x in _leaves(args, kwargs):
+            if isinstance(x, Tensor):
+                mark = None if self.memo is None else self.memo.mark(x)
+                if mark is None:
+                    return None
+                found += (path, mark)
+            elif isinstance(x, NUMBERS):
+                found += (path, type(x), x)
+            else:
+                return None
+        return tuple(found)
+
+    # Learning
+
+    def site(self, func: Any, args: Any, kwargs: Any, site: Site, out: Tensor) -> None:
+        """A site that the memo knew has run under the mode."""
+        learned, graph = self.learning, self._graph
+        if learned is None and self.plan is None:
+            return
+        try:
+            leaves = (*args, *kwargs.values())
+            others = [x for x in leaves if isinstance(x, Tensor) and not self._watched(x)]
+            roots = tuple([graph.number(x.grad_fn) for x in others])
+            if learned is None:  # in the stem of a plan
+                self.new_site(out)
+                return
+            pattern = tuple([self._pattern(x) for x in leaves])
+            learned.steps.append(Step(func, tuple(kwargs), pattern, roots, site))
+            graph.tapped(out)
+            if any(leaves[i].grad_fn is None for i in site.batched) or site.several:
+                self.missed()  # part of the stem
+        except OtherPlanError:
+            if learned is None:  # the mode is on: nothing is lost
+                self._drop()
+            self.spoil()
+
+    def new_site(self, out: Tensor) -> None:
+        """A site was analysed that the memo did not know."""
+        if self.plan is not None:
+            self._next += 1
+        if self.learning is not None:
+            self.learning.steps.append(Step(None, (), (), (), None))
+            self.missed()
+        if out.grad_fn is not None:
+            self._graph.tapped(out)
+
+    def answered(self, args: Any, kwargs: Any) -> None:
+        """The memo knew a call that is no site. One with a parameter must be seen by the mode."""
+        if self.learning is not None and any(map(self._watched, tensors_in(args, kwargs))):
+            self.missed()
+
+    def missed(self) -> None:
+        """A call must be seen by the mode in every pass: the memo did not know it."""
+        if self.learning is not None:
+            self.learning.events.append((None, len(self.learning.steps)))
+
+    def _drop(self) -> None:
+        """The pass is another than its plan, and the mode is on: go on with it."""
+        self.plans[self._signed] = self.plan = None
+
+    def spoil(self) -> None:
+        """This pass cannot be described by a plan."""
+        if self.learning is not None:
+            self.plans[self.learning.signature] = None
+            self.learning = None
+
+    def _watched(self, x: Tensor) -> bool:
+        node = self.provenance.nodes.get(id(x))
+        return node is not None and node.param is x
+
+    def _pattern(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            if not isinstance(x, (*NUMBERS, tuple, list, torch.Size)):
+                raise OtherPlanError
+            return x
+        return x if self._watched(x) else (x.shape, x.dtype, version_of(x))
+
+    def _learn(self, learned: Pass, out: Any) -> None:
+        plan = self._made(learned, out)
+        signature = learned.signature
+        if len(self.plans) >= _SIGNATURES and signature not in self.plans:
+            return
+        known = self.plans.get(signature)
+        if plan is not None and known is not None and known.same(plan):
+            known.passes += 1
+            return
+        self._changes[signature] = self._changes.get(signature, 0) + 1
+        if self._changes[signature] > _CHANGES:
+            self.plans[signature] = None
+        elif plan is not None:
+            self.plans[signature] = plan
+
+    def _made(self, learned: Pass, out: Any) -> Plan | None:
+        """The plan of a pass; None if there cannot be one."""
+        steps, found = learned.steps, list[tuple[Any, ...]]()
+        if self.provenance.expects_recomputation:
+            return None
+        start = start_of(learned)
+        if start is None:
+            return None
+        if any(
+            type(p) is not nn.Parameter for s in steps for p in s.leaves if isinstance(p, Tensor)
+        ):
+            return None
+        try:
+            for path, t in named_tensors(out, "out"):
+                origin = self.provenance.known(t)
+                node = self._graph.number(t.grad_fn)
+                if origin is None:
+                    return None
+                found.append((path, t.shape, t.dtype, node, origin))
+        except OtherPlanError:
+            return None
+        return Plan(start[0], start[1], steps, self._graph.entries, found)
+
+    # Following
+
+    def start(self) -> None:
+        """The module is called from which on the plan holds."""
+        plan = self.plan
+        if plan is None or self._off or self._next != plan.stem or top_mode() is not self.mode:
+            return
+        self.mode.__exit__(None, None, None)
+        self._off, self._thread = True, threading.get_ident()
+        self._dressed = [n.param for n in self.provenance.nodes.values() if n.param is not None]
+        for p in self._dressed:
+            p.__class__ = self._class
+
+    def _back(self) -> None:
+        """Put things back as they were before ``start``."""
+        if self._off:
+            self._off = False
+            for p in self._dressed:
+                p.__class__ = nn.Parameter
+            self._dressed = []
+            self.mode.__enter__()
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call in which a watched parameter takes part, while the mode is off."""
+        plan = self.plan
+        if func in PASSED_ON or self.reason is not None or plan is None:
+            return func(*args, **kwargs)
+        if threading.get_ident() != self._thread or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        leaves = (*args, *kwargs.values())
+        step = plan.steps[self._next] if self._next < len(plan.steps) else None
+        site = None if step is None else step.site
+        if step is None or site is None or not self._expected(step, func, leaves, kwargs):
+            self._differs()
+            return func(*args, **kwargs)
+        self._next += 1
+        out = self.run_site(func, args, kwargs, site)
+        if out.shape != site.call.shape or out.grad_fn is None:
+            self._differs()
+        else:
+            self._graph.tapped(out)
+        return out
+
+    def _expected(self, step: Step, func: Any, leaves: Sequence[Any], kwargs: Any) -> bool:
+        if func is not step.func or len(leaves) != len(step.leaves) or tuple(kwargs) != step.names:
+            return False
+        roots = iter(step.roots)
+        try:
+            for x, want in zip(leaves, step.leaves, strict=True):
+                if x is want:
+                    continue
+                if isinstance(x, Tensor):
+                    if isinstance(want, Tensor) or (x.shape, x.dtype, version_of(x)) != want:
+                        return False
+                    if self._graph.number(x.grad_fn) != next(roots):
+                        return False
+                elif type(x) is not type(want) or x != want:
+                    return False
+        except (OtherPlanError, StopIteration):
+            return False
+        return True
+
+    def _unseen(self) -> None:
+        """A tensor turned up that was made while the mode was off and is no output of the model."""
+        if self.followed:
+            self._differs()
+
+    def _differs(self) -> None:
+        self.reason = CHANGED
+        self.plans[self._signed] = None
+
+    def _conclude(self, plan: Plan, out: Any) -> None:
+        """Compare what the model returns, and note its origins."""
+        outputs = list(named_tensors(out, "out"))
+        try:
+            if self.reason is None and self._next != len(plan.steps):
+                raise OtherPlanError
+            found = [(k, t.shape, t.dtype, self._graph.number(t.grad_fn)) for k, t in outputs]
+            if found != [x[:4] for x in plan.outputs]:
+                raise OtherPlanError
+        except OtherPlanError:
+            self._differs()
+        self.followed += 1
+        for (_, t), want in zip(outputs, plan.outputs, strict=False):
+            origin: Origin = want[4]
+            if self.provenance.known(t) is None and t.grad_fn is not None:
+                self.provenance.note(t, origin)
+
+
+def _leaves(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+    """The arguments of the model, containers opened."""
+
+    def inside(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(tree, (list, tuple)):
+            for i, x in enumerate(tree):
+                yield from inside(x, f"{path}.{i}")
+        elif isinstance(tree, dict):
+            for k, x in tree.items():
+                yield from inside(x, f"{path}.{k}")
+        else:
+            yield path, tree
+
+    yield from inside(args, "")
+    yield from inside(kwargs, "")
+
+
+class _Start(Hook):
+    """The forward pre-hook of the module from which on the plan holds."""
+
+    def __init__(self, aside: Aside) -> None:
+        self.aside = aside
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.aside.start()
+
+
+class _Called:
+    """The hook of all modules while a pass is learned."""
+
+    def __init__(self, learned: Pass) -> None:
+        self.learned = learned
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.learned.events.append((module, len(self.learned.steps)))
