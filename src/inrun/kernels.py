@@ -25,6 +25,13 @@ except ImportError:
     triton = None
 
 AVAILABLE = triton is not None
+# types that a kernel can read single numbers of
+READABLE = (
+    {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16,
+     torch.float64: tl.float64}
+    if AVAILABLE
+    else {}
+)  # fmt: skip
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = 4096  # numbers of a tensor per program
 
@@ -52,6 +59,30 @@ def addresses(columns: Sequence[Sequence[Tensor]], device: torch.device) -> Tens
     n = max(len(c) for c in columns)
     table = [[c[i].data_ptr() if c else 0 for c in columns] for i in range(n)]
     return upload(torch.tensor(table, dtype=torch.int64, device="cpu"), device)
+
+
+def readable(tensors: Sequence[Tensor]) -> bool:
+    """Can a kernel read these by their addresses: all of one type it knows, dense, on one GPU?"""
+    if not AVAILABLE or not tensors[0].is_cuda:
+        return False
+    kind = tensors[0].dtype, tensors[0].device
+    return kind[0] in READABLE and all(
+        t.is_contiguous() and (t.dtype, t.device) == kind for t in tensors
+    )
+
+
+def pointers(tensors: Sequence[Tensor]) -> Tensor:
+    """The address of each tensor, on their device. Allocators hand out the same memory in every
+    step, so that an earlier table usually serves."""
+    device = tensors[0].device
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _uploaded(tuple([t.data_ptr() for t in tensors]), device, stream)
+
+
+@lru_cache(maxsize=64)
+def _uploaded(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    """These numbers on the device, for kernels on one stream."""
+    return upload(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
 
 
 def upload(t: Tensor, device: torch.device) -> Tensor:

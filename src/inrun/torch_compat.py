@@ -61,6 +61,12 @@ unflatten_dense_tensors = torch._utils._unflatten_dense_tensors
 Public replacement: ``split`` and ``view`` for each tensor, which is slower. Tried: 2.11, 2.13.
 """
 
+flatten_dense_tensors = torch._utils._flatten_dense_tensors
+"""Concatenates the numbers of tensors of any shapes, in one call into C++.
+
+Public replacement: ``torch.cat`` of a flat view of each, which is slower. Tried: 2.11, 2.13.
+"""
+
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul = torch._foreach_mul

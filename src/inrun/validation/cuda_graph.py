@@ -3,9 +3,9 @@
 With a small batch the host is the bottleneck: it launches hundreds of small kernels. A replay costs
 one launch. It repeats the kernels, not the Python that chose them. So before each replay everything
 that this Python depends on is compared: the shapes of the batch, the addresses of parameters and
-buffers, the attributes of the modules and the numbers that the loss function refers to. A loss that refers to
-anything else gets no graph. Nor does a pass that cannot be one, because it waits for the device for
-example; it runs as usual.
+buffers, the attributes of the modules and the numbers that the loss function refers to. A loss that
+refers to anything else gets no graph. Nor does a pass that cannot be one, because it waits for the
+device for example; it runs as usual.
 """
 
 from __future__ import annotations
