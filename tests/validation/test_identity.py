@@ -1,4 +1,4 @@
-"""A kept walk over the model and the loss is given up when anything that it went through changes."""
+"""A kept walk over the model and the loss is given up when anything on its way changes."""
 
 import functools
 from collections import OrderedDict, deque

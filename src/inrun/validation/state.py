@@ -320,14 +320,19 @@ def _bytes(state: torch.Tensor) -> bytes:
     return state.numpy().tobytes()
 
 
+def _numpy_state() -> Any:
+    return np.random.get_state(legacy=False)  # in half the time of the tuple
+
+
 def _array(state: Any) -> Any:
-    return state[1].tobytes(), *state[2:]
+    own = state["state"]
+    return own["key"].tobytes(), own["pos"], state["has_gauss"], state["gauss"]
 
 
 _TORCH = ("torch", "torch.cuda")
 _HOST = (
     _Source("Python's", random.getstate, random.setstate, random.seed),
-    _Source("numpy's", np.random.get_state, np.random.set_state, np.random.seed, _array),
+    _Source("numpy's", _numpy_state, np.random.set_state, np.random.seed, _array),
     _Source(
         "torch", torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed,
         _bytes,
