@@ -74,15 +74,20 @@ def readable(tensors: Sequence[Tensor]) -> bool:
 def pointers(tensors: Sequence[Tensor]) -> Tensor:
     """The address of each tensor, on their device. Allocators hand out the same memory in every
     step, so that an earlier table usually serves."""
-    device = tensors[0].device
+    return uploaded(tuple([t.data_ptr() for t in tensors]), torch.int64, tensors[0].device)
+
+
+def uploaded(numbers: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """These numbers on the device. Kept for kernels on the same stream: others would not wait."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _uploaded(tuple([t.data_ptr() for t in tensors]), device, stream)
+    return _uploaded(numbers, dtype, device, stream)
 
 
 @lru_cache(maxsize=64)
-def _uploaded(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    """These numbers on the device, for kernels on one stream."""
-    return upload(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
+def _uploaded(
+    numbers: tuple[Any, ...], dtype: torch.dtype, device: torch.device, stream: int
+) -> Tensor:
+    return upload(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
 
 
 def upload(t: Tensor, device: torch.device) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -82,7 +81,7 @@ class AdamStep:
         for even, tensors, starts in kernels.chunks(sizes, device):
             _shift[(len(tensors),)](
                 table, g, K, kernels.integers(sizes, device), numbers, group, steps, self.bad,
-                tensors, starts, len(sizes), 0.0 if x is None else x,
+                tensors, starts, len(sizes), 0.0 if x is None else float(x),
                 kernels.type_of(self.p[0]), kernels.type_of(self.g[0]), kernels.type_of(self.m[0]),
                 there, POINT=x is not None, KIND=0 if kind is None else _KINDS[kind],
                 CHUNK=kernels.CHUNK, BLOCK=1024, EVEN=even,
@@ -106,7 +105,8 @@ class AdamStep:
             isinstance(n, Tensor) and n.device.type != "cpu" for own in self.groups for n in own
         ):
             return torch.stack([_on(own, device) for own in self.groups])
-        return _numbers(tuple([float(n) for own in self.groups for n in own]), device)
+        numbers = tuple([float(n) for own in self.groups for n in own])
+        return kernels.uploaded(numbers, torch.float64, device)
 
     def _steps(self, device: torch.device) -> tuple[Tensor, Any]:
         """The steps so far: their addresses and the type to read there, or the numbers and None."""
@@ -118,11 +118,6 @@ class AdamStep:
 
 
 _KINDS = {"secant": 1, "tangent": 2}  # KIND of the kernel; 0: no factors
-
-
-@lru_cache(maxsize=64)
-def _numbers(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    return kernels.upload(torch.tensor(numbers, dtype=torch.float64, device="cpu"), device)
 
 
 def _on(numbers: Sequence[Any], device: torch.device) -> Tensor:
@@ -137,16 +132,10 @@ def _on(numbers: Sequence[Any], device: torch.device) -> Tensor:
 if kernels.AVAILABLE:
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _shift(  # type: ignore[no-untyped-def]
-        table, gradients, factors, sizes, numbers, group, steps, bad, tensors, starts, count, x,
-        P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, T: tl.constexpr,
-        POINT: tl.constexpr, KIND: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-        EVEN: tl.constexpr,
-    ):  # fmt: skip
-        pid = tl.program_id(0)
-        t = tl.load(tensors + pid)
-        start = tl.multiple_of(tl.load(starts + pid), 16)
-        n = read_length(sizes + t, EVEN)
+    def _scalars(  # type: ignore[no-untyped-def]
+        numbers, group, steps, t, T: tl.constexpr
+    ):
+        """β₁, 1 − β₁, β₂/c₂, (1 − β₂)/c₂, η/c₁, ε and the decay of a tensor."""
         of_group = numbers + tl.load(group + t) * 5  # β₁, β₂, ε, η, decay
         beta1, beta2 = tl.load(of_group), tl.load(of_group + 1)
         eps = tl.load(of_group + 2).to(tl.float32)
@@ -159,12 +148,23 @@ if kernels.AVAILABLE:
         size = (tl.load(of_group + 3) / c1).to(tl.float32)
         b1, a1 = beta1.to(tl.float32), (1.0 - beta1).to(tl.float32)
         b2, a2 = (beta2 / c2).to(tl.float32), ((1.0 - beta2) / c2).to(tl.float32)
+        return b1, a1, b2, a2, size, eps, decay
 
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _shift(  # type: ignore[no-untyped-def]
+        table, gradients, factors, sizes, numbers, group, steps, bad, tensors, starts, count, x,
+        P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, T: tl.constexpr,
+        POINT: tl.constexpr, KIND: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+        EVEN: tl.constexpr,
+    ):  # fmt: skip
+        pid = tl.program_id(0)
+        t = tl.load(tensors + pid)
+        start = tl.multiple_of(tl.load(starts + pid), 16)
+        n = read_length(sizes + t, EVEN)
+        b1, a1, b2, a2, size, eps, decay = _scalars(numbers, group, steps, t, T)
         of_p, of_m = tensor_at(table, t, 0, 1, P), tensor_at(table, count + t, 0, 1, M)
-        of_v, of_w = (
-            tensor_at(table, 2 * count + t, 0, 1, M),
-            tensor_at(table, 3 * count + t, 0, 1, P),
-        )
+        of_v = tensor_at(table, 2 * count + t, 0, 1, M)
+        of_w = tensor_at(table, 3 * count + t, 0, 1, P)
         of_g, of_k = tensor_at(gradients, t, 0, 1, G), tensor_at(factors, t, 0, 1, tl.float32)
         unusual = tl.zeros([BLOCK], dtype=tl.int32)
         for offset in range(0, CHUNK, BLOCK):

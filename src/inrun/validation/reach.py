@@ -76,10 +76,10 @@ class Reached:
         self.generators: list[Any] = []
         self.arrays: list[np.ndarray] = []
         self._seen: set[int] = set(map(id, _SHARED))
-        self._modules = list(modules)
+        self._roots = list(modules)
         self.lasting = True  # holds no tensor whose graph would be kept alive with it
         self._trail = Trail()  # all that was gone through
-        for module in self._modules:
+        for module in self._roots:
             self._module(module)
         self._value(loss, 0, inside=False)
         self._trail.note()
@@ -87,7 +87,7 @@ class Reached:
     def unchanged(self, modules: Sequence[nn.Module] | None = None) -> bool:
         """Would the walk find the same again, and has nothing that it noted been replaced?
         ``modules`` are those to walk from now, if they may be others."""
-        return (modules is None or same(self._modules, modules)) and self._trail.unchanged()
+        return (modules is None or same(self._roots, modules)) and self._trail.unchanged()
 
     def fingerprint(self) -> tuple[Any, ...]:
         """Returns a key that changes whenever a plain value changes, or a tensor is written to
