@@ -462,12 +462,6 @@ def test_a_loop_may_hold_on_to_its_loss_while_a_pass_is_recorded(estimator, kind
 class Scaled(nn.Module):
     """Multiplies by a buffer."""
 
-    CHANGES = {
-        "buffer": lambda m: setattr(m, "factor", m.factor * 2),
-        "buffer in place": lambda m: m.factor.mul_(2),
-        "memory of a buffer": lambda m: setattr(m.factor, "data", m.factor.data * 2),
-    }
-
     def __init__(self):
         super().__init__()
         self.register_buffer("factor", torch.ones(3))
@@ -476,7 +470,14 @@ class Scaled(nn.Module):
         return x * self.factor
 
 
-@pytest.mark.parametrize("change", Scaled.CHANGES)
+BUFFER_CHANGES = {
+    "buffer": lambda m: setattr(m, "factor", m.factor * 2),
+    "buffer in place": lambda m: m.factor.mul_(2),
+    "memory of a buffer": lambda m: setattr(m.factor, "data", m.factor.data * 2),
+}
+
+
+@pytest.mark.parametrize("change", BUFFER_CHANGES)
 def test_a_buffer_elsewhere_in_memory_is_noticed(change):
     """A graph reads it where it was when the graph was made."""
     model = nn.Sequential(nn.Linear(4, 3), Scaled())
@@ -484,7 +485,7 @@ def test_a_buffer_elsewhere_in_memory_is_noticed(change):
     for _ in range(2):
         with state.kept(list(model.modules())):
             found.append(state.addresses())
-        Scaled.CHANGES[change](model[1])
+        BUFFER_CHANGES[change](model[1])
     assert (found[0] == found[1]) is (change == "buffer in place")
     assert held is not None
 
@@ -524,7 +525,7 @@ def test_a_replay_gives_what_the_pass_gives(change):
                     for p in model.parameters():
                         p.data = p.data.clone() * 1.1
                 if step == 6 and "buffer" in change:
-                    Scaled.CHANGES[change](model[3])
+                    BUFFER_CHANGES[change](model[3])
                 if step == 6 and change == "learning rate":
                     optimizer.param_groups[0]["lr"] = 3e-2
                 if step == 6 and change == "state":
