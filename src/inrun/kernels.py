@@ -63,12 +63,10 @@ def addresses(columns: Sequence[Sequence[Tensor]], device: torch.device) -> Tens
 
 def readable(tensors: Sequence[Tensor]) -> bool:
     """Can a kernel read these by their addresses: all of one type it knows, dense, on one GPU?"""
-    if not AVAILABLE or not tensors[0].is_cuda:
+    if not AVAILABLE or not tensors[0].is_cuda or tensors[0].dtype not in READABLE:
         return False
-    kind = tensors[0].dtype, tensors[0].device
-    return kind[0] in READABLE and all(
-        t.is_contiguous() and (t.dtype, t.device) == kind for t in tensors
-    )
+    kinds = {(t.dtype, t.device) for t in tensors}
+    return len(kinds) == 1 and all(map(Tensor.is_contiguous, tensors))
 
 
 def pointers(tensors: Sequence[Tensor]) -> Tensor:

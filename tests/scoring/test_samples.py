@@ -58,11 +58,19 @@ def test_the_kernel_reads_the_entries(kernel, dtype):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_concatenated_and_viewed_tensors_give_the_entries(dtype, transposed):
-    from inrun.scoring.samples import sampled
+    from inrun.scoring.samples import Sample, sampled
 
     own = tensors(dtype, transposed)
     for some in (own, own[:3], [own[-3]], [own[-2]], [own[-1]]):
         assert torch.equal(sampled(some), obvious(some))
+        sample = Sample(some, lasting=True)
+        for _ in range(2):
+            assert torch.equal(sample.read(), obvious(some))
+            for t in some:  # other numbers, then other memory
+                t.add_(1.0)
+        for t in some:
+            t.data = (t.data * 2.0).mT.contiguous().mT if t.ndim == 2 else t.data * 2.0
+        assert torch.equal(sample.read(), obvious(some))
 
 
 def test_each_type_has_a_sample_of_its_own():
@@ -70,7 +78,7 @@ def test_each_type_has_a_sample_of_its_own():
 
     a, b = tensors(torch.float32), tensors(torch.float64)
     mixed = [t for pair in zip(a, b, strict=True) for t in pair]
-    found = by_kind(mixed)
+    found = [sample.read() for sample in by_kind(mixed)]
     assert torch.equal(found[0], obvious(a)) and torch.equal(found[1], obvious(b))
 
 

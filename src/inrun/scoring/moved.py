@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +22,7 @@ from torch.optim import Optimizer
 from inrun.optimizers.base import LinearMap, Rule, widen
 from inrun.optimizers.common import Options, State
 from inrun.scoring.estimators import MAPS
+from inrun.validation.identity import same
 
 HALF = (torch.float16, torch.bfloat16)
 Found = TypeVar("Found")
@@ -130,7 +130,7 @@ class Moved:
     def places(self, params: Sequence[Tensor]) -> list[int]:
         """Where these parameters are among those that move."""
         known = self._prepared.get("places")
-        if known is None or not _same(known[0], params):
+        if known is None or not same(known[0], params):
             own = {id(m.p): i for i, m in enumerate(self.steps)}
             known = self._prepared["places"] = params, [own[id(p)] for p in params]
         found: list[int] = known[1]
@@ -170,18 +170,18 @@ class Surroundings:
     def unchanged(self, optimizer: Optimizer) -> bool:
         """Is all the same but the numbers in gradients, weights, states and options?"""
         held, sizes = _held(optimizer)
-        if sizes != self._sizes or not _same(held, self._held):
+        if sizes != self._sizes or not same(held, self._held):
             return False
         grads = [g for p in self._params if (g := p.grad) is not None]
         if len(grads) < len(self._params) or any(p.grad is not None for p in self._others):
             return False
         state = optimizer.state
-        if not _same(optimizer.param_groups, self._groups):
+        if not same(optimizer.param_groups, self._groups):
             return False
-        if not _same([state.get(p) for p in self._params], self._states):
+        if not same([state.get(p) for p in self._params], self._states):
             return False
         keys, values = self._entries()
-        if keys != self._keys or not _same(values, self._values):
+        if keys != self._keys or not same(values, self._values):
             return False
         return self._read_marks(grads) == self._marks and all(map(_all_equal, self._numbers))
 
@@ -197,7 +197,8 @@ class Surroundings:
         return (
             [p.data_ptr() for p in params], [p.dtype for p in params], [p.shape for p in params],
             [t.data_ptr() for t in tensors], [t.dtype for t in tensors], [g.dtype for g in grads],
-            [p.device for p in params],
+            [p.device for p in params], [p.is_contiguous() for p in params],
+            [t.is_contiguous() for t in tensors],
         )  # fmt: skip
 
 
@@ -205,10 +206,6 @@ def _held(optimizer: Optimizer) -> tuple[list[Tensor], list[int]]:
     """All parameters of an optimizer, and how many each group has."""
     groups = [group["params"] for group in optimizer.param_groups]
     return list(chain.from_iterable(groups)), list(map(len, groups))
-
-
-def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(map(is_, a, b))
 
 
 def _numbers(steps: Sequence[ParamStep]) -> list[list[Tensor]]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from inrun.capture.micro_batch import MicroBatch
-from inrun.scoring.samples import by_kind
+from inrun.scoring.samples import Sample, by_kind
 from inrun.torch_compat import flatten_dense_tensors, foreach_copy_, foreach_norm, version_of
 
 FIRST = 3  # steps in a row without any change before copies are no longer kept
@@ -52,13 +52,14 @@ class Accumulated:
         self._versions: list[int] = []  # of these
         self._copies: dict[str, Tensor] = {}
         self._memory: dict[str, Tensor] = {}  # of the copies, used again
-        self._sample: list[Tensor] = []
+        self._samples: list[Sample] = []  # of the gradients,
+        self._sample: list[Tensor] = []  # and what they were
         self._before: Tensor | None = None
 
     def forget(self) -> None:
         """Drop what was noted: the step is over, or was skipped."""
         self._held, self._versions = {}, []
-        self._copies, self._sample, self._before = {}, [], None
+        self._copies, self._samples, self._sample, self._before = {}, [], [], None
 
     def close(self) -> None:
         self.forget()
@@ -88,7 +89,7 @@ class Accumulated:
         grads = _gradients(params)
         if first:
             left = [g for g in grads.values() if g.numel()]
-            found = left if self.keeps_copies else by_kind(left)
+            found = left if self.keeps_copies else [x.read() for x in by_kind(left)]
             if found:
                 self._raise_before(_any([x.any() for x in found]))
         elif self._held:
@@ -99,8 +100,7 @@ class Accumulated:
             elif self._touched(grads):
                 self._raise_before(torch.ones((), dtype=torch.bool))
             else:
-                now = by_kind(list(grads.values()))
-                self._raise_before(differ(now, self._sample))
+                self._raise_before(differ(self._read(grads), self._sample))
 
     def _raise_before(self, flag: Tensor) -> None:
         if self._before is not None:
@@ -111,12 +111,13 @@ class Accumulated:
         """After a batch: keep a copy or a sample of .grad to compare with later."""
         grads = _gradients(params)
         self._held, self._versions = grads, list(map(version_of, grads.values()))
-        self._copies, self._sample = {}, []
+        self._copies, self._samples, self._sample = {}, [], []
         if scored and (self.keeps_copies or audit):
             self._copies = self._copied(grads)
         elif scored:
             self._memory = {}
-            self._sample = by_kind(list(grads.values()))
+            self._samples = by_kind(list(grads.values()))
+            self._sample = [x.read() for x in self._samples]
 
     def _copied(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of the gradients, in the memory of the last step's copies."""
@@ -141,6 +142,11 @@ class Accumulated:
         same = all(map(is_, grads.values(), held.values()))
         return not same or list(map(version_of, grads.values())) != versions
 
+    def _read(self, grads: Mapping[str, Tensor]) -> list[Tensor]:
+        """The sample of gradients that ``_touched`` found to be those that were noted."""
+        every = len(grads) == len(self._held)
+        return [x.read() for x in (self._samples if every else by_kind(list(grads.values())))]
+
     # At the step
 
     def compare(self, grads: Mapping[str, Tensor]) -> Received:
@@ -158,8 +164,7 @@ class Accumulated:
         elif touched:
             found.flags[CHANGED] = torch.ones((), dtype=torch.bool)
         else:
-            now = by_kind(list(grads.values()))
-            found.flags[CHANGED] = differ(now, self._sample)
+            found.flags[CHANGED] = differ(self._read(grads), self._sample)
         self._quiet = 0 if touched or found.changed else self._quiet + 1
         self.keeps_copies = self._quiet < FIRST
         return found

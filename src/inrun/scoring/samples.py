@@ -38,27 +38,78 @@ def _places(size: int) -> tuple[int, int, int]:
     return count, stride, start
 
 
-@torch.no_grad()
+class Sample:
+    """The sampled entries of tensors of one type and device. They can be read again, also after a
+    tensor was given other memory.
+
+    ``lasting``: they will be read in many steps, so that a view of each pays on a CPU.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], lasting: bool = False) -> None:
+        self.tensors, self._lasting = list(tensors), lasting
+        self._look(tuple([t.data_ptr() for t in tensors]))
+
+    def _look(self, pointers: tuple[int, ...]) -> None:
+        """Find out how to read the tensors where they are now."""
+        self._pointers, self._sizes = pointers, tuple([t.numel() for t in self.tensors])
+        self._by_kernel = kernels.readable(self.tensors)
+        self._addresses: Tensor | None = None  # for the kernel
+        self._views: list[Tensor] | None = None
+        if self._lasting and not self._by_kernel:
+            contiguous = all(map(Tensor.is_contiguous, self.tensors))
+            self._views = list(map(_view, self.tensors, self._sizes)) if contiguous else None
+
+    @torch.no_grad()
+    def read(self) -> Tensor:
+        """The entries as they are now, concatenated."""
+        pointers = tuple([t.data_ptr() for t in self.tensors])
+        if pointers != self._pointers:
+            self._look(pointers)
+        if self._by_kernel:
+            return self._launch()
+        if self._views is not None:
+            return torch.cat(self._views)
+        return _copied(self.tensors, self._sizes)
+
+    def _launch(self) -> Tensor:
+        first = self.tensors[0]
+        if self._addresses is None:
+            self._addresses = kernels.uploaded(self._pointers, torch.int64, first.device)
+        table, n = _table(self._sizes, first.device)
+        found = torch.empty(n, dtype=first.dtype, device=first.device)
+        _read[(len(self._sizes),)](
+            self._addresses, table, found, kernels.READABLE[first.dtype], SAMPLED=SAMPLED
+        )
+        return found
+
+
 def sampled(tensors: Sequence[Tensor]) -> Tensor:
     """The sampled entries of tensors of one type and device, concatenated."""
-    sizes = tuple([t.numel() for t in tensors])
-    if kernels.readable(tensors):
-        return _by_kernel(tensors, sizes)
-    plan = _plan(sizes, tensors[0].device)
-    parts = [flatten_dense_tensors([tensors[i] for i in plan.small])] if plan.small else []
-    for i in plan.large:
-        t, (count, stride, start) = tensors[i].detach(), _places(sizes[i])
-        t = t if t.is_contiguous() else t.flatten()
-        parts.append(t.as_strided((count,), (stride,), t.storage_offset() + start))
-    return torch.cat(parts).index_select(0, plan.entries) if plan.large else parts[0][plan.entries]
+    return Sample(tensors).read()
 
 
-def by_kind(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The sampled entries of all tensors, one tensor for each type and device."""
+def by_kind(tensors: Sequence[Tensor]) -> list[Sample]:
+    """One sample for each type and device among the tensors."""
+    if len({(t.dtype, t.device) for t in tensors}) == 1:
+        return [Sample(tensors)]
     kinds: dict[object, list[Tensor]] = {}
     for t in tensors:
         kinds.setdefault((t.dtype, t.device), []).append(t)
-    return [sampled(some) for some in kinds.values()]
+    return [Sample(some) for some in kinds.values()]
+
+
+def _view(t: Tensor, size: int) -> Tensor:
+    """The entries of one tensor: a view, or a copy if it is not contiguous."""
+    (count, stride, start), own = _places(size), t.detach()
+    own = own if own.is_contiguous() else own.flatten()
+    return own.as_strided((count,), (stride,), own.storage_offset() + start)
+
+
+def _copied(tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor:
+    plan = _plan(sizes, tensors[0].device)
+    parts = [flatten_dense_tensors([tensors[i] for i in plan.small])] if plan.small else []
+    parts += [_view(tensors[i], sizes[i]) for i in plan.large]
+    return torch.cat(parts).index_select(0, plan.entries) if plan.large else parts[0][plan.entries]
 
 
 class _Plan(NamedTuple):
@@ -89,16 +140,6 @@ def _table(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
     ends = places[:, 0].cumsum()
     table = np.column_stack([places, ends - places[:, 0]])
     return torch.from_numpy(table).to(device), int(ends[-1])
-
-
-def _by_kernel(tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor:
-    first = tensors[0]
-    table, n = _table(sizes, first.device)
-    found = torch.empty(n, dtype=first.dtype, device=first.device)
-    _read[(len(sizes),)](
-        kernels.pointers(tensors), table, found, kernels.READABLE[first.dtype], SAMPLED=SAMPLED
-    )
-    return found
 
 
 if kernels.AVAILABLE:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from torch.optim import Optimizer
 
 from inrun.scoring.moved import Moved, ParamStep
 from inrun.scoring.path import Path
-from inrun.scoring.samples import SAMPLED, sampled
+from inrun.scoring.samples import SAMPLED, Sample, sampled
 from inrun.torch_compat import version_of
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -39,10 +38,11 @@ class Piece:
     expected: Tensor  # the predicted weights [numbers]
     param_of: Tensor | None  # the parameter of each number [numbers]; None where there is only one
     allowed: Tensor  # the distance that counts as rounding [parameters]
+    sample: Sample | None = None  # of the weights; None: all of one parameter are compared
 
-    def off(self, of_sample: bool) -> Tensor:
+    def off(self) -> Tensor:
         """Whether any parameter is further from its prediction than rounding explains."""
-        now = sampled(self.params) if of_sample else self.params[0].detach().flatten()
+        now = self.params[0].detach().flatten() if self.sample is None else self.sample.read()
         away = _norms(now.to(self.expected.dtype) - self.expected, self.param_of, len(self.params))
         return (~(away <= self.allowed)).any()  # NaN is off
 
@@ -59,7 +59,7 @@ class Prediction:
     @torch.no_grad()
     def off(self) -> Tensor:
         """After the step: 1.0 if the weights are not as predicted. Stays on the device."""
-        flags = [piece.off(self.of_sample) for piece in self.pieces]
+        flags = [piece.off() for piece in self.pieces]
         return torch.stack([f.to(flags[0].device) for f in flags]).any().double()
 
     def likely_cause(self, borrowed_by: type[Optimizer] | None) -> str:
@@ -89,7 +89,8 @@ def predict(moved: Moved, path: Path, of_sample: bool) -> Prediction:
     """Before the step: the weights after it, on a sample of each parameter or on all
     coordinates."""
     if of_sample:
-        pieces = [_sampled(members) for members in moved.once("kinds", moved.kinds)]
+        kinds = moved.once("kinds", lambda: [_Kind(members) for members in moved.kinds()])
+        pieces = [kind.predicted() for kind in kinds]
     else:
         ends = zip(moved.steps, path.point(0.0), path.point(1.0), strict=True)
         pieces = [
@@ -125,34 +126,38 @@ def _norms(x: Tensor, param_of: Tensor | None, n: int) -> Tensor:
     return squares.index_add_(0, param_of, x.double().square()).sqrt()
 
 
-def _sampled(members: list[ParamStep]) -> Piece:
-    """The prediction for a sample of the weights of parameters of one kind."""
-    first = members[0]
-    w = sampled([m.p for m in members])
-    param_of = _param_of(tuple([min(SAMPLED, m.p.numel()) for m in members]), w.device)
-    if first.kind is not None:
-        state = {
-            k: _sampled_state(x, [m.state[k] for m in members], first.p, param_of)
-            for k, x in first.state.items()
-        }
-        g = sampled([m.g for m in members])
-        joined = ParamStep(w, g, first.rule, state, first.options)
-        without, expected = joined.weights_at(0.0), joined.weights_at(1.0)
-    else:  # the update needs whole parameters
-        without, expected = (sampled([m.weights_at(x) for m in members]) for x in (0.0, 1.0))
-    return _piece(members, w, without, expected, param_of)
+class _Kind:
+    """Parameters of one kind, of which a sample is computed together. Kept from step to step."""
 
+    def __init__(self, members: list[ParamStep]) -> None:
+        self.members, first = members, members[0]
+        self.counts = tuple([min(SAMPLED, m.p.numel()) for m in members])
+        self.weights = Sample([m.p for m in members], lasting=True)
+        self.columns: dict[str, Sample] = {}  # of the state
+        self.numbers: set[str] = set()  # of these, what has one number for each parameter
+        for k, x in first.state.items() if first.kind is not None else ():
+            whole = isinstance(x, Tensor) and x.shape == first.p.shape
+            # A number on a device may differ between parameters, one on the host may not.
+            if whole or (isinstance(x, Tensor) and x.device.type != "cpu"):
+                self.columns[k] = Sample([m.state[k] for m in members], lasting=True)
+                self.numbers |= set() if whole else {k}
 
-def _sampled_state(first: Any, values: list[Any], p: Tensor, param_of: Tensor) -> Any:
-    """One state entry of all parameters, sampled. A number on a device may differ between
-    parameters, so it is repeated for each coordinate."""
-    if not isinstance(first, Tensor):
-        return first
-    if first.shape == p.shape:  # a number for each coordinate
-        return sampled(values)
-    if first.device.type == "cpu":
-        return first
-    return sampled(values)[param_of]
+    def predicted(self) -> Piece:
+        """The prediction for a sample of the weights."""
+        members, first = self.members, self.members[0]
+        w = self.weights.read()
+        param_of = _param_of(self.counts, w.device)
+        if first.kind is not None:
+            read = {k: sample.read() for k, sample in self.columns.items()}
+            read |= {k: read[k][param_of] for k in self.numbers}
+            g = sampled([m.g for m in members])
+            joined = ParamStep(w, g, first.rule, {**first.state, **read}, first.options)
+            without, expected = joined.weights_at(0.0), joined.weights_at(1.0)
+        else:  # the update needs whole parameters
+            without, expected = (sampled([m.weights_at(x) for m in members]) for x in (0.0, 1.0))
+        piece = _piece(members, w, without, expected, param_of)
+        piece.sample = self.weights
+        return piece
 
 
 @lru_cache(maxsize=64)
