@@ -63,7 +63,7 @@ def test_concatenated_and_viewed_tensors_give_the_entries(dtype, transposed):
     own = tensors(dtype, transposed)
     for some in (own, own[:3], [own[-3]], [own[-2]], [own[-1]]):
         assert torch.equal(sampled(some), obvious(some))
-        sample = Sample(some, lasting=True)
+        sample = Sample(some)
         for _ in range(2):
             assert torch.equal(sample.read(), obvious(some))
             for t in some:  # other numbers, then other memory

@@ -310,6 +310,25 @@ def test_every_change_of_the_optimizer_is_noticed(monkeypatch):
         assert found[CHANGED_AT] is False, change
 
 
+def test_another_layout_at_the_same_address_is_noticed():
+    """A kernel would read the numbers in another order."""
+    from inrun.optimizers import rule_for
+
+    p = nn.Parameter(torch.randn(4, 4))
+    optimizer = torch.optim.AdamW([p])
+    for _ in range(2):
+        p.grad = torch.randn_like(p)
+        optimizer.step()
+    moved = Moved.of(optimizer, rule_for(optimizer))
+    assert moved.again(optimizer)
+    p.data = p.data.t()
+    assert not moved.again(optimizer)
+    moved = Moved.of(optimizer, rule_for(optimizer))
+    own = optimizer.state[p]["exp_avg"]
+    own.data = own.data.t()
+    assert not moved.again(optimizer)
+
+
 def test_weights_in_half_precision_are_never_kept():
     p = nn.Parameter(torch.randn(4).bfloat16())
     optimizer = torch.optim.AdamW([p])

@@ -40,13 +40,10 @@ def _places(size: int) -> tuple[int, int, int]:
 
 class Sample:
     """The sampled entries of tensors of one type and device. They can be read again, also after a
-    tensor was given other memory.
+    tensor was given other memory."""
 
-    ``lasting``: they will be read in many steps, so that a view of each pays on a CPU.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], lasting: bool = False) -> None:
-        self.tensors, self._lasting = list(tensors), lasting
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = list(tensors)
         self._look(tuple([t.data_ptr() for t in tensors]))
 
     def _look(self, pointers: tuple[int, ...]) -> None:
@@ -54,10 +51,6 @@ class Sample:
         self._pointers, self._sizes = pointers, tuple([t.numel() for t in self.tensors])
         self._by_kernel = kernels.readable(self.tensors)
         self._addresses: Tensor | None = None  # for the kernel
-        self._views: list[Tensor] | None = None
-        if self._lasting and not self._by_kernel:
-            contiguous = all(map(Tensor.is_contiguous, self.tensors))
-            self._views = list(map(_view, self.tensors, self._sizes)) if contiguous else None
 
     @torch.no_grad()
     def read(self) -> Tensor:
@@ -65,11 +58,7 @@ class Sample:
         pointers = tuple([t.data_ptr() for t in self.tensors])
         if pointers != self._pointers:
             self._look(pointers)
-        if self._by_kernel:
-            return self._launch()
-        if self._views is not None:
-            return torch.cat(self._views)
-        return _copied(self.tensors, self._sizes)
+        return self._launch() if self._by_kernel else _copied(self.tensors, self._sizes)
 
     def _launch(self) -> Tensor:
         first = self.tensors[0]
@@ -107,9 +96,11 @@ def _view(t: Tensor, size: int) -> Tensor:
 
 def _copied(tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor:
     plan = _plan(sizes, tensors[0].device)
+    if not plan.large:
+        return flatten_dense_tensors(tensors).index_select(0, plan.entries)
     parts = [flatten_dense_tensors([tensors[i] for i in plan.small])] if plan.small else []
     parts += [_view(tensors[i], sizes[i]) for i in plan.large]
-    return torch.cat(parts).index_select(0, plan.entries) if plan.large else parts[0][plan.entries]
+    return torch.cat(parts).index_select(0, plan.entries)
 
 
 class _Plan(NamedTuple):

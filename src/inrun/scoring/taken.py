@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from inrun.torch_compat import version_of
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 HALF_TOLERANCE = 0.1
+_WEIGHTS = ""  # the column of the weights, beside those of the state
 
 
 @dataclass
@@ -132,23 +134,35 @@ class _Kind:
     def __init__(self, members: list[ParamStep]) -> None:
         self.members, first = members, members[0]
         self.counts = tuple([min(SAMPLED, m.p.numel()) for m in members])
-        self.weights = Sample([m.p for m in members], lasting=True)
-        self.columns: dict[str, Sample] = {}  # of the state
-        self.numbers: set[str] = set()  # of these, what has one number for each parameter
+        self.weights = Sample([m.p for m in members])
+        self.numbers: list[str] = []  # entries of the state with one number for each parameter
+        columns = {_WEIGHTS: [m.p for m in members]}
         for k, x in first.state.items() if first.kind is not None else ():
-            whole = isinstance(x, Tensor) and x.shape == first.p.shape
-            # A number on a device may differ between parameters, one on the host may not.
-            if whole or (isinstance(x, Tensor) and x.device.type != "cpu"):
-                self.columns[k] = Sample([m.state[k] for m in members], lasting=True)
-                self.numbers |= set() if whole else {k}
+            if isinstance(x, Tensor) and x.shape == first.p.shape:
+                columns[k] = [m.state[k] for m in members]
+            elif isinstance(x, Tensor) and x.device.type != "cpu":
+                # It may differ between parameters, which one on the host may not.
+                columns[k] = [m.state[k] for m in members]
+                self.numbers.append(k)
+        together: dict[Any, list[str]] = {}  # columns that one launch reads
+        for k, column in columns.items():
+            together.setdefault((column[0].dtype, column[0].device), []).append(k)
+        self.samples = [
+            (names, Sample([t for k in names for t in columns[k]]), [
+                len(members) if k in self.numbers else sum(self.counts) for k in names
+            ])
+            for names in together.values()
+        ]  # fmt: skip
 
     def predicted(self) -> Piece:
         """The prediction for a sample of the weights."""
         members, first = self.members, self.members[0]
-        w = self.weights.read()
+        read: dict[str, Tensor] = {}
+        for names, sample, lengths in self.samples:
+            read.update(zip(names, sample.read().split(lengths), strict=True))
+        w = read.pop(_WEIGHTS)
         param_of = _param_of(self.counts, w.device)
         if first.kind is not None:
-            read = {k: sample.read() for k, sample in self.columns.items()}
             read |= {k: read[k][param_of] for k in self.numbers}
             g = sampled([m.g for m in members])
             joined = ParamStep(w, g, first.rule, {**first.state, **read}, first.options)
