@@ -86,6 +86,7 @@ def test_an_unsafe_view_shares_memory_and_is_no_view():
 def test_one_flat_tensor_in_the_shapes_of_others():
     flat = torch.arange(5.0)
     a, b = compat.unflatten_dense_tensors(flat, [torch.empty(2), torch.empty(3, 1)])
+    assert torch.equal(compat.flatten_dense_tensors([a, b]), flat)
     assert a.tolist() == [0, 1] and b.tolist() == [[2], [3], [4]]
     assert a.data_ptr() == flat.data_ptr()
 

@@ -25,6 +25,13 @@ except ImportError:
     triton = None
 
 AVAILABLE = triton is not None
+# types that a kernel can read single numbers of
+READABLE = (
+    {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16,
+     torch.float64: tl.float64}
+    if AVAILABLE
+    else {}
+)  # fmt: skip
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = 4096  # numbers of a tensor per program
 
@@ -52,6 +59,33 @@ def addresses(columns: Sequence[Sequence[Tensor]], device: torch.device) -> Tens
     n = max(len(c) for c in columns)
     table = [[c[i].data_ptr() if c else 0 for c in columns] for i in range(n)]
     return upload(torch.tensor(table, dtype=torch.int64, device="cpu"), device)
+
+
+def readable(tensors: Sequence[Tensor]) -> bool:
+    """Can a kernel read these by their addresses: all of one type it knows, dense, on one GPU?"""
+    if not AVAILABLE or not tensors[0].is_cuda or tensors[0].dtype not in READABLE:
+        return False
+    kinds = {(t.dtype, t.device) for t in tensors}
+    return len(kinds) == 1 and all(map(Tensor.is_contiguous, tensors))
+
+
+def pointers(tensors: Sequence[Tensor]) -> Tensor:
+    """The address of each tensor, on their device. Allocators hand out the same memory in every
+    step, so that an earlier table usually serves."""
+    return uploaded(tuple([t.data_ptr() for t in tensors]), torch.int64, tensors[0].device)
+
+
+def uploaded(numbers: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """These numbers on the device. Kept for kernels on the same stream: others would not wait."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _uploaded(numbers, dtype, device, stream)
+
+
+@lru_cache(maxsize=64)
+def _uploaded(
+    numbers: tuple[Any, ...], dtype: torch.dtype, device: torch.device, stream: int
+) -> Tensor:
+    return upload(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
 
 
 def upload(t: Tensor, device: torch.device) -> Tensor:

@@ -55,11 +55,10 @@ unsafe_view = torch.ops.aten._unsafe_view
 Public replacement: none (``reshape`` gives a view). Tried: 2.11, 2.13.
 """
 
+flatten_dense_tensors = torch._utils._flatten_dense_tensors
 unflatten_dense_tensors = torch._utils._unflatten_dense_tensors
-"""Cuts one flat tensor into views of the shapes of others, in one call into C++.
-
-Public replacement: ``split`` and ``view`` for each tensor, which is slower. Tried: 2.11, 2.13.
-"""
+"""Concatenates tensors of any shapes; cuts a flat tensor into views of such shapes: one C++ call.
+Public replacement: ``cat``, ``split`` and ``view`` of each, slower. Tried: 2.11, 2.13."""
 
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_

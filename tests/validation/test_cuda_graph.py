@@ -1,6 +1,7 @@
 """What a recorded validation pass depends on, and that a replay is the pass."""
 
 import contextlib
+import copy
 import enum
 import functools
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from torch import nn
 
 import inrun
 from inrun.validation.cuda_graph import GraphCache, attributes, referred, trial_pass, twins
+from inrun.validation.state import State
 from inrun.validation.validator import model_loss
 
 WEIGHT = 2.0
@@ -457,8 +459,45 @@ def test_a_loop_may_hold_on_to_its_loss_while_a_pass_is_recorded(estimator, kind
     torch.cuda.empty_cache()
 
 
+class Scaled(nn.Module):
+    """Multiplies by a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factor", torch.ones(3))
+
+    def forward(self, x):
+        return x * self.factor
+
+
+BUFFER_CHANGES = {
+    "buffer": lambda m: setattr(m, "factor", m.factor * 2),
+    "buffer in place": lambda m: m.factor.mul_(2),
+    "memory of a buffer": lambda m: setattr(m.factor, "data", m.factor.data * 2),
+}
+
+
+@pytest.mark.parametrize("change", BUFFER_CHANGES)
+def test_a_buffer_elsewhere_in_memory_is_noticed(change):
+    """A graph reads it where it was when the graph was made."""
+    model = nn.Sequential(nn.Linear(4, 3), Scaled())
+    state, found, held = State(plain), [], model[1].factor.data
+    for _ in range(2):
+        with state.kept(list(model.modules())):
+            found.append(state.addresses())
+        BUFFER_CHANGES[change](model[1])
+    assert (found[0] == found[1]) is (change == "buffer in place")
+    assert held is not None
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("change", ["nothing", "dropout", "number", "shape", "weights"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "nothing", "dropout", "number", "shape", "weights", "buffer", "buffer in place",
+        "memory of a buffer", "learning rate", "state",
+    ],
+)  # fmt: skip
 def test_a_replay_gives_what_the_pass_gives(change):
     """The same run on a GPU, where passes are replayed, and on the CPU, where they are not."""
     weight = 1.0
@@ -470,7 +509,7 @@ def test_a_replay_gives_what_the_pass_gives(change):
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
         weight = 1.0
-        model = nn.Sequential(nn.Linear(4, 6), nn.Softplus(), nn.Linear(6, 3)).to(device)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Softplus(), nn.Linear(6, 3), Scaled()).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         X, Y = torch.randn(8, 4).to(device), torch.randint(0, 3, (8,)).to(device)
         batches = [(X[:3], Y[:3])]
@@ -485,6 +524,12 @@ def test_a_replay_gives_what_the_pass_gives(change):
                 if step == 6 and change == "weights":
                     for p in model.parameters():
                         p.data = p.data.clone() * 1.1
+                if step == 6 and "buffer" in change:
+                    BUFFER_CHANGES[change](model[3])
+                if step == 6 and change == "learning rate":
+                    optimizer.param_groups[0]["lr"] = 3e-2
+                if step == 6 and change == "state":
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
                 with run.batch(range(8)):
                     plain(model, (X, Y)).backward()
                 optimizer.step()

@@ -160,22 +160,23 @@ def whole_model(
     """All parameters as one step for the GPU kernel. None without the common options, at the first
     step, and for tensors that the kernel cannot read."""
     places: dict[int, int] = {}  # of the parameter groups
-    groups: list[Numbers] = []
+    own: list[Options] = []
     for options in o:
         if id(options) not in places:
-            numbers = _common(options)
-            if numbers is None:
-                return None
-            places[id(options)] = len(groups)
-            groups.append(numbers)
+            places[id(options)] = len(own)
+            own.append(options)
     if any("exp_avg" not in state for state in s):
         return None
+
+    def read() -> list[Numbers] | None:
+        found = [numbers for options in own if (numbers := _common(options)) is not None]
+        return found if len(found) == len(own) else None
+
     step = AdamStep(
-        list(w), list(g), [state["exp_avg"] for state in s],
-        [state["exp_avg_sq"] for state in s], [state["step"] for state in s], groups,
-        tuple(places[id(options)] for options in o),
+        list(w), [], [state["exp_avg"] for state in s], [state["exp_avg_sq"] for state in s],
+        [state["step"] for state in s], read, tuple(places[id(options)] for options in o),
     )  # fmt: skip
-    return step if step.usable() else None
+    return step.again(list(g)) if step.usable() else None
 
 
 _OPTIONS = {

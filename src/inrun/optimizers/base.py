@@ -43,6 +43,14 @@ class WholeModel(Protocol):
     def maps(self) -> Collection[str]:
         """The names of the maps (scoring/estimators.py) whose factors the kernel computes."""
 
+    @property
+    def bad(self) -> Tensor | None:
+        """Of each parameter: not 0 if its gradient is not finite. None before the kernel ran."""
+
+    def again(self, g: list[Tensor]) -> WholeModel | None:
+        """The next step, with other gradients and with options and numbers of the state as they are
+        now; None if the kernel cannot compute that."""
+
     def weights_and_factors(
         self, x: float | None, kind: str | None, into: list[Tensor] | None
     ) -> tuple[list[Tensor] | None, list[Tensor] | None]:
@@ -183,7 +191,7 @@ def _pullback(
     return out.detach(), pull
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)  # not frozen: one is made for each parameter in each step
 class Scale:
     """The map v ↦ K⊙v, which most rules give: K can then be used on its own."""
 

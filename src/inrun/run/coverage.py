@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import pandas as pd
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from inrun.errors import complex_parameters
 from inrun.run.refusals import ignored
 from inrun.torch_compat import COMPILED_PREFIX, children_of, parameters_of
+from inrun.validation.identity import same
 
 NOT_HELD = "not in the optimizer"
 OUTSIDE = "outside the watched model"
@@ -92,11 +94,33 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
+class ModuleTree:
+    """All modules of a model, looked for again when one has got other children."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._found: list[nn.Module] = []
+        self._stores: list[Any] = []  # where each module has its children,
+        self._children: list[Any] = []  # and all of them
+
+    def modules(self) -> list[nn.Module]:
+        stores = list(map(children_of, self._found))
+        if not stores or not same(stores, self._stores) or not same(_all(stores), self._children):
+            self._found = modules_of(self._model)
+            self._stores = list(map(children_of, self._found))
+            self._children = _all(self._stores)
+        return self._found
+
+
+def _all(stores: Sequence[Mapping[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable([x.values() for x in stores]))
+
+
 def trainable(modules: Sequence[nn.Module], optimizer: Optimizer) -> tuple[int, ...]:
     """A key that changes when layers are frozen or unfrozen or the optimizer gets parameters."""
     held = sum(len(group["params"]) for group in optimizer.param_groups)
-    params = [p for own in map(parameters_of, modules) for p in own.values() if p is not None]
-    return (held, *(id(p) for p in params if p.requires_grad))
+    params = _all(list(map(parameters_of, modules)))
+    return (held, *[id(p) for p in params if p is not None and p.requires_grad])
 
 
 class UnscoredParameters:

@@ -36,11 +36,11 @@ from inrun.run.bookkeeping import (
     as_owner,
 )
 from inrun.run.coverage import (
+    ModuleTree,
     UnscoredParameters,
     coverage_table,
     describe,
     held_by,
-    modules_of,
     scored_parameters,
     trainable,
 )
@@ -74,7 +74,8 @@ class Run(Summary, RunTables):
         self._names = config.estimator
         self.targets = [t.name for t in validator.targets]
         self.params, self._left_out = scored_parameters(model, optimizer, config.ignore)
-        self._trainable = trainable(modules_of(model), optimizer)
+        self._tree = ModuleTree(model)
+        self._trainable = trainable(self._tree.modules(), optimizer)
         self.step = 0  # optimizer steps so far
         self.unwatched = 0  # of these, steps without a batch
         self._next_audit = 0  # the first scored step from here on is audited
@@ -359,7 +360,7 @@ class Run(Summary, RunTables):
 
     def _rescan(self) -> None:
         """Find the scored parameters again if layers were frozen, unfrozen or added."""
-        modules = modules_of(self.model)
+        modules = self._tree.modules()
         self._capture.provenance.modules = self._validator.modules = modules
         before, self._trainable = self._trainable, trainable(modules, self.optimizer)
         if before != self._trainable:

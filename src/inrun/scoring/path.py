@@ -11,96 +11,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from inrun import kernels
-from inrun.optimizers.base import LinearMap, Rule, Scale, WholeModel, widen
-from inrun.optimizers.common import Options, Scalar, State
+from inrun.optimizers.base import LinearMap, Scale, WholeModel
+from inrun.optimizers.common import Options, Scalar
 from inrun.scoring.estimators import MAPS
-from inrun.torch_compat import foreach_add_, foreach_copy_, foreach_zero_
+from inrun.scoring.moved import Moved, ParamStep
+from inrun.torch_compat import (
+    foreach_add_,
+    foreach_copy_,
+    foreach_zero_,
+    unflatten_dense_tensors,
+)
 
-HALF = (torch.float16, torch.bfloat16)
 Found = TypeVar("Found")
-
-
-@dataclass(eq=False)  # not frozen: one is made for each parameter in each step
-class ParamStep:
-    """One parameter in a step: weights, the gradient the optimizer receives, state and options.
-
-    Parameters of equal ``kind`` have the same formula with the same numbers, so that they can be
-    computed concatenated. None: this one must be computed alone. Numbers of the state that are on
-    a device are not compared, because reading them would wait for it: ``numbers_on_device``.
-    """
-
-    p: Tensor
-    g: Tensor
-    rule: Rule
-    state: State
-    options: Options
-    kind: tuple[Any, ...] | None = None
-    numbers_on_device: bool = False
-
-    @staticmethod
-    def of(p: Tensor, g: Tensor, rule: Rule, state: State, options: Options) -> ParamStep:
-        """Half precision is computed in float32: a secant of rounded numbers would be noise."""
-        if g.dtype in HALF:
-            g = g.float()
-        if p.dtype in HALF:
-            _, state = widen(g, state, torch.float32)
-        made = ParamStep(p, g, rule, state, options)
-        if not rule.elementwise or p.ndim == 0:
-            return made
-        kind: list[Any] = [id(options), p.dtype, g.dtype, p.device]
-        for k, x in state.items():
-            if not isinstance(x, Tensor):
-                if x is not None and not isinstance(x, (bool, int, float)):
-                    return made
-                kind.append((k, x))
-            elif x.shape == p.shape:  # a number for each coordinate
-                kind.append((k, x.dtype))
-            elif x.numel() != 1:
-                return made
-            elif x.device.type == "cpu":
-                kind.append((k, x.dtype, x.item()))
-            else:
-                made.numbers_on_device = True
-                kind.append((k, x.dtype, x.device))
-        made.kind = tuple(kind)
-        return made
-
-    def weights_at(self, x: float) -> Tensor:
-        """The weights at a point of the path, 0 without the batch, 1 with it."""
-        w = self.p.detach()
-        args = (w, self.state, self.options)
-        with_batch = self.rule.update(self.g, *args) if x else 0.0
-        without = self.rule.update(torch.zeros_like(self.g), *args) if x != 1 else 0.0
-        decayed = self.rule.decay(self.options) * (w.float() if w.dtype in HALF else w)
-        return (decayed - ((1 - x) * without + x * with_batch)).to(w.dtype)
-
-    def map(self, kind: str) -> LinearMap:
-        """The linear map of this name (estimators.py), where it comes from the rule."""
-        of_rule = MAPS[kind].of_rule
-        if of_rule is None:
-            raise ValueError(f"the map {kind!r} does not come from the optimizer's rule")
-        return of_rule(self.rule, self.g, self.p.detach(), self.state, self.options)
-
-
-def param_steps(optimizer: Optimizer, rule: Rule) -> list[ParamStep]:
-    """All parameters that the optimizer is about to move."""
-    scale = getattr(optimizer, "grad_scale", None)  # set by a GradScaler for a fused optimizer
-    return [
-        ParamStep.of(
-            p, p.grad if scale is None else p.grad / scale, rule, optimizer.state.get(p, {}), group
-        )
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.grad is not None
-    ]
 
 
 def missed(scored: list[ParamStep], like: Tensor) -> Tensor:
@@ -135,14 +64,31 @@ class Path:
     together in packs.
     """
 
-    def __init__(self, moved: Sequence[ParamStep], buffers: PathBuffers | None = None) -> None:
-        self.moved, self._weights_memory = moved, buffers
+    def __init__(
+        self, moved: Moved | Sequence[ParamStep], buffers: PathBuffers | None = None
+    ) -> None:
+        self._kept = moved if isinstance(moved, Moved) else Moved(moved)
+        self.moved, self._weights_memory = self._kept.steps, buffers
         self._points: dict[float, list[Tensor]] = {}  # cache: every target needs them
-        self._whole_model = _whole_model(moved)
+        self._whole_model = self._at_once()
 
-    @cached_property
+    def _at_once(self) -> WholeModel | None:
+        """The step of all parameters for the rule's GPU kernel; None where there is none."""
+        kept = self._kept.once("whole model", partial(_whole_model, self.moved))
+        return None if kept is None else kept.again([m.g for m in self.moved])
+
+    def finite(self, places: Sequence[int]) -> Tensor | None:
+        """Whether the gradients of these parameters are finite, as a flag on the device, if a
+        kernel has looked at them on its way; else None."""
+        bad = None if self._whole_model is None else self._whole_model.bad
+        if bad is None:
+            return None
+        every = len(places) == len(self.moved)
+        return ~(bad if every else bad[kernels.integers(tuple(places), bad.device)]).any()
+
+    @property
     def packs(self) -> list[Pack]:
-        return packed(self.moved)
+        return self._kept.once("packs", partial(packed, self.moved))
 
     def maps(self, kind: str, x: float | None) -> list[LinearMap]:
         """The linear map of each parameter. If the weights at ``x`` are needed next, they are
@@ -277,11 +223,7 @@ class Pack:
         """The part of each member, in its shape."""
         if len(self.members) == 1:
             return [flat]
-        parts = flat.split([m.p.numel() for m in self.members])
-        return [
-            x if m.p.ndim == 1 else x.view(m.p.shape)
-            for x, m in zip(parts, self.members, strict=True)
-        ]
+        return list(unflatten_dense_tensors(flat, [m.p for m in self.members]))
 
     def maps_and_weights(
         self, kind: str, x: float | None

@@ -8,8 +8,7 @@ What `optimizer.step()` finds in ``.grad`` must come from the batches of the ste
 Copies of the whole gradient decide that in the first steps, in audited ones and as long as anything
 is done to it (clipping, unscaling). Otherwise torch's version counters tell, and, since a
 GradScaler and whatever writes to ``.data`` leave them alone, a sample of every parameter's
-gradient, compared on the device so that nothing waits for it. taken.py samples weights in the same
-way, with ``SampleViews``.
+gradient (samples.py), compared on the device so that nothing waits for it.
 """
 
 from __future__ import annotations
@@ -17,16 +16,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from operator import is_
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from inrun.capture.micro_batch import MicroBatch
-from inrun.torch_compat import foreach_copy_, foreach_norm, version_of
+from inrun.scoring.samples import Sample, by_kind
+from inrun.torch_compat import flatten_dense_tensors, foreach_copy_, foreach_norm, version_of
 
 FIRST = 3  # steps in a row without any change before copies are no longer kept
+
+_SMALL = 2**12  # numbers
 
 CHANGED = "the gradient was changed between backward() and step() for the first time"
 BEFORE = "there were gradients from outside run.batch(ids) before one of the step's batches"
@@ -47,17 +48,18 @@ class Accumulated:
     def __init__(self) -> None:
         self.keeps_copies = True
         self._quiet = 0  # steps in a row in which nothing happened
-        self._held: dict[str, tuple[Tensor, int]] = {}
+        self._held: dict[str, Tensor] = {}  # gradients as they were noted
+        self._versions: list[int] = []  # of these
         self._copies: dict[str, Tensor] = {}
         self._memory: dict[str, Tensor] = {}  # of the copies, used again
-        self._sample: list[Tensor] = []
-        self._views = SampleViews()
+        self._samples: list[Sample] = []  # of the gradients,
+        self._sample: list[Tensor] = []  # and what they were
         self._before: Tensor | None = None
 
     def forget(self) -> None:
         """Drop what was noted: the step is over, or was skipped."""
-        self._held, self._copies, self._sample, self._before = {}, {}, [], None
-        self._views.forget()
+        self._held, self._versions = {}, []
+        self._copies, self._samples, self._sample, self._before = {}, [], [], None
 
     def close(self) -> None:
         self.forget()
@@ -87,7 +89,7 @@ class Accumulated:
         grads = _gradients(params)
         if first:
             left = [g for g in grads.values() if g.numel()]
-            found = left if self.keeps_copies else self._views.gather(left)
+            found = left if self.keeps_copies else [x.read() for x in by_kind(left)]
             if found:
                 self._raise_before(_any([x.any() for x in found]))
         elif self._held:
@@ -98,8 +100,7 @@ class Accumulated:
             elif self._touched(grads):
                 self._raise_before(torch.ones((), dtype=torch.bool))
             else:
-                now = self._views.gather(list(grads.values()))
-                self._raise_before(differ(now, self._sample))
+                self._raise_before(differ(self._read(grads), self._sample))
 
     def _raise_before(self, flag: Tensor) -> None:
         if self._before is not None:
@@ -109,13 +110,14 @@ class Accumulated:
     def note(self, params: Mapping[str, Tensor], scored: bool = True, audit: bool = False) -> None:
         """After a batch: keep a copy or a sample of .grad to compare with later."""
         grads = _gradients(params)
-        self._held = {k: (g, version_of(g)) for k, g in grads.items()}
-        self._copies, self._sample = {}, []
+        self._held, self._versions = grads, list(map(version_of, grads.values()))
+        self._copies, self._samples, self._sample = {}, [], []
         if scored and (self.keeps_copies or audit):
             self._copies = self._copied(grads)
         elif scored:
             self._memory = {}
-            self._sample = self._views.gather(list(grads.values()))
+            self._samples = by_kind(list(grads.values()))
+            self._sample = [x.read() for x in self._samples]
 
     def _copied(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of the gradients, in the memory of the last step's copies."""
@@ -130,11 +132,20 @@ class Accumulated:
 
     def _touched(self, grads: Mapping[str, Tensor]) -> bool:
         """Was a gradient replaced or written to since it was noted, as far as torch counts?"""
-        held = self._held
-        for k, g in grads.items():
-            if k not in held or held[k][0] is not g or held[k][1] != version_of(g):
+        held, versions = self._held, self._versions
+        if list(grads) != list(held):  # only some of them
+            if any(k not in held for k in grads):
                 return True
-        return False
+            versions = [v for k, v in zip(held, versions, strict=True) if k in grads]
+            held = {k: g for k, g in held.items() if k in grads}
+            grads = {k: grads[k] for k in held}
+        same = all(map(is_, grads.values(), held.values()))
+        return not same or list(map(version_of, grads.values())) != versions
+
+    def _read(self, grads: Mapping[str, Tensor]) -> list[Tensor]:
+        """The sample of gradients that ``_touched`` found to be those that were noted."""
+        every = len(grads) == len(self._held)
+        return [x.read() for x in (self._samples if every else by_kind(list(grads.values())))]
 
     # At the step
 
@@ -153,8 +164,7 @@ class Accumulated:
         elif touched:
             found.flags[CHANGED] = torch.ones((), dtype=torch.bool)
         else:
-            now = self._views.gather(list(grads.values()))
-            found.flags[CHANGED] = differ(now, self._sample)
+            found.flags[CHANGED] = differ(self._read(grads), self._sample)
         self._quiet = 0 if touched or found.changed else self._quiet + 1
         self.keeps_copies = self._quiet < FIRST
         return found
@@ -162,65 +172,6 @@ class Accumulated:
     def suspect(self) -> None:
         """Something was done to the gradient: keep copies from now on."""
         self.keeps_copies, self._quiet = True, 0
-
-
-SAMPLED = 8  # entries of each tensor, or all of a smaller one
-
-
-@lru_cache(maxsize=4096)
-def _places(size: int) -> tuple[tuple[int], tuple[int], int]:
-    """Count, stride and start of the entries: spread over the whole tensor, the start random."""
-    count = min(SAMPLED, size)
-    stride = max(1, size // SAMPLED)
-    if stride > 2 and stride % 2 == 0:
-        stride -= 1  # an odd stride does not stay in one column of a matrix
-    last = size - 1 - (count - 1) * stride
-    start = int(np.random.default_rng(size).integers(last + 1)) if size else 0
-    return (count,), (stride,), start
-
-
-class SampleViews:
-    """Views of a few fixed entries of tensors, cached for tensors that are read in every step."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[Tensor, int, Tensor]] = {}
-
-    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The sampled entries of each tensor: a view if it is contiguous, else a copy."""
-        found = []
-        for t in tensors:
-            kept = self._kept.get(id(t))
-            if kept is not None and kept[0] is t and kept[1] == t.data_ptr():
-                found.append(kept[2])
-                continue
-            count, stride, start = _places(t.numel())
-            own = t.detach() if t.requires_grad else t
-            if not own.is_contiguous():
-                found.append(own.flatten().as_strided(count, stride, start))
-                continue
-            view = own.as_strided(count, stride, own.storage_offset() + start)
-            self._kept[id(t)] = t, t.data_ptr(), view
-            found.append(view)
-        return found
-
-    def joined(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The sampled entries of tensors of one type and device, concatenated."""
-        return torch.cat(self.of(tensors))
-
-    def gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The sampled entries of all tensors, one tensor for each type and device."""
-        kinds: dict[object, list[Tensor]] = {}
-        for t, entries in zip(tensors, self.of(tensors), strict=True):
-            kinds.setdefault((t.dtype, t.device), []).append(entries)
-        return [torch.cat(some) for some in kinds.values()]
-
-    def forget(self) -> None:
-        self._kept = {}
-
-    def shrink(self, most: int) -> None:
-        """Empty the cache when it holds more than ``most`` tensors."""
-        if len(self._kept) > most:
-            self._kept = {}
 
 
 def doubts(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
@@ -236,8 +187,20 @@ def all_finite(tensors: list[Tensor]) -> Tensor:
     the fastest proof; a sum that is not finite may have overflowed, so then look at entries."""
     if tensors[0].is_cuda:
         return torch.stack(foreach_norm(tensors, math.inf)).isfinite().all()
-    found = all(math.isfinite(t.sum()) or bool(t.isfinite().all()) for t in tensors)
+    found = all(math.isfinite(t.sum()) or bool(t.isfinite().all()) for t in _joined(tensors))
     return torch.tensor(found, device=tensors[0].device)
+
+
+def _joined(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The small ones of each type as one tensor, and the large ones: a call costs more than a
+    few numbers."""
+    found, small = list[Tensor](), dict[object, list[Tensor]]()
+    for t in tensors:
+        if t.numel() > _SMALL:
+            found.append(t)
+        else:
+            small.setdefault((t.dtype, t.device), []).append(t)
+    return found + [flatten_dense_tensors(some) for some in small.values()]
 
 
 def tolerance_of(G: Iterable[Tensor], micros: Sequence[MicroBatch]) -> float:

@@ -50,14 +50,14 @@ from inrun.scoring.conclude import (
 )
 from inrun.scoring.contraction import Direction, cancelling, components, contract, group_values
 from inrun.scoring.estimators import MAPS, POINTS, Estimator
-from inrun.scoring.path import ParamStep, Path, PathBuffers, missed, param_steps
+from inrun.scoring.moved import Moved
+from inrun.scoring.path import Path, PathBuffers, missed
 from inrun.scoring.received import (
     BEFORE,
     CHANGED,
     FIRST,
     Accumulated,
     Received,
-    SampleViews,
     all_finite,
     doubts,
     tolerance_of,
@@ -87,9 +87,9 @@ class Step:
     micros: list[MicroBatch]
     audit: bool
     params: dict[str, Tensor]  # the scored parameters that have a gradient
-    moved: list[ParamStep]  # all parameters that the optimizer will move
+    moved: Moved  # all parameters that the optimizer will move
     places: list[int]  # of the scored ones among these
-    finite: Tensor  # flag: the received gradient is finite
+    finite: Tensor | None  # flag: the received gradient is finite; None: the update map will tell
     G: dict[str, Tensor]  # the gradient as the batches left it
     flags: dict[str, Tensor]  # by reason: if one is up, the step is void
     clipping: Clipping  # C, its factor the same for every example
@@ -120,12 +120,12 @@ class Scorer:
         self._weights_memory = PathBuffers()
         self._candidates: set[str] = set()  # vectors that may cancel
         self._looked_at: Any = None  # the state of the model when they were looked for
-        self._views = SampleViews()  # of weights and optimizer state
+        self._moved = Moved([])  # of the last step
         self._compared = 0  # steps whose weights were compared on all coordinates
 
     def close(self) -> None:
         self._weights_memory = PathBuffers()
-        self._views.forget()
+        self._moved = Moved([])
         self.accumulated.close()
 
     def begin(
@@ -138,9 +138,9 @@ class Scorer:
             return step
         all_coordinates = audit or self._compared < FIRST
         path = Path(step.moved, self._weights_memory)
-        prediction = predict(step.moved, path, None if all_coordinates else self._views)
+        prediction = predict(step.moved, path, of_sample=not all_coordinates)
         maps = self._maps(step, path)
-        numbers = self._numbers(step, sum(m.columns for m in micros))
+        numbers = self._numbers(step, path, sum(m.columns for m in micros))
         losses, measured = numbers["losses"], list[np.ndarray]()
         columns = Columns.of(micros)
         self.validator.autocast = micros[-1].autocast
@@ -182,7 +182,7 @@ class Scorer:
         if not begun.wait:
             return pending
         result = pending.settle()
-        if begun.prediction.views is None and result.void is None:
+        if not begun.prediction.of_sample and result.void is None:
             self._compared += 1
         return result
 
@@ -203,12 +203,13 @@ class Scorer:
         params = {k: p for k, p in self.params.items() if p.grad is not None}
         if not self.conclusion.verified:
             self._refuse_unseen(params, micros)
-        moved = param_steps(self.optimizer, self.rule)
-        own = {id(m.p): i for i, m in enumerate(moved)}
-        places = [own[id(p)] for p in params.values()]
-        g = [moved[i].g for i in places]
-        finite = all_finite(g)
-        if not finite.is_cuda and not bool(finite):
+        if not self._moved.again(self.optimizer):
+            self._moved = Moved.of(self.optimizer, self.rule)
+        moved = self._moved
+        places = moved.places(list(params.values()))
+        g = [moved.steps[i].g for i in places]
+        finite = None if g[0].is_cuda else all_finite(g)
+        if finite is not None and not bool(finite):
             return StepResult(void=NOT_FINITE)
         grads = {k: x for k, p in params.items() if (x := p.grad) is not None}
         found = self.accumulated.compare(grads)
@@ -292,16 +293,20 @@ class Scorer:
 
     # 3. and 4. Validation and contraction
 
-    def _numbers(self, step: Step, C: int) -> dict[str, Tensor]:
+    def _numbers(self, step: Step, path: Path, C: int) -> dict[str, Tensor]:
         """What travels to the host at the end: values [E, Q, C] (``conclude.Columns`` says whose),
         their expected sums [E, Q] and the losses [Q], all still 0; whether the gradient is finite;
         the uncredited part."""
-        like = step.moved[step.places[0]].g
+        scored = [step.moved.steps[i] for i in step.places]
+        like, finite = scored[0].g, step.finite
+        if finite is None:
+            seen = path.finite(step.places)
+            finite = all_finite([m.g for m in scored]) if seen is None else seen
         values = like.new_zeros((len(self.estimators), len(self.targets), C), dtype=torch.float64)
         expected, losses = values.new_zeros(values.shape[:2]), values.new_zeros(values.shape[1])
-        left = missed([step.moved[i] for i in step.places], values)
+        left = missed(scored, values)
         found = {"values": values, "expected": expected, "losses": losses}
-        return found | {"finite": step.finite, "missed": left}
+        return found | {"finite": finite, "missed": left}
 
     def _values(
         self, step: Step, path: Path, maps: list[dict[str, LinearMap]], numbers: dict[str, Tensor]
@@ -374,7 +379,7 @@ class Scorer:
     ) -> None:
         """Fill in ``check``: the values of the first estimator beside exact Shapley values."""
         check.step, check.estimator = step.number, self.estimators[0].name
-        with no_autocast(step.finite.device.type):
+        with no_autocast(next(iter(step.G.values())).device.type):
             rows, nobody = per_example(self.params, step.micros), nobodys(step.micros)
         G = without(step.G, nobody)
         check.gradient_error = max(gradient_errors(G, rows).values())

@@ -14,7 +14,6 @@ precision inside (torch's Muon), whose matrix products differ from machine to ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -23,12 +22,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from inrun.scoring.path import ParamStep, Path
-from inrun.scoring.received import SAMPLED, SampleViews
+from inrun.scoring.moved import Moved, ParamStep
+from inrun.scoring.path import Path
+from inrun.scoring.samples import SAMPLED, Sample, sampled
 from inrun.torch_compat import version_of
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 HALF_TOLERANCE = 0.1
+_WEIGHTS = ""  # the column of the weights, beside those of the state
 
 
 @dataclass
@@ -39,10 +40,11 @@ class Piece:
     expected: Tensor  # the predicted weights [numbers]
     param_of: Tensor | None  # the parameter of each number [numbers]; None where there is only one
     allowed: Tensor  # the distance that counts as rounding [parameters]
+    sample: Sample | None = None  # of the weights; None: all of one parameter are compared
 
-    def off(self, views: SampleViews | None) -> Tensor:
+    def off(self) -> Tensor:
         """Whether any parameter is further from its prediction than rounding explains."""
-        now = self.params[0].detach().flatten() if views is None else views.joined(self.params)
+        now = self.params[0].detach().flatten() if self.sample is None else self.sample.read()
         away = _norms(now.to(self.expected.dtype) - self.expected, self.param_of, len(self.params))
         return (~(away <= self.allowed)).any()  # NaN is off
 
@@ -52,20 +54,21 @@ class Prediction:
     """The weights that the optimizer's rule predicts after a step."""
 
     pieces: list[Piece]
-    views: SampleViews | None  # of a sample; None: all coordinates are compared
-    gradients: list[tuple[Tensor, Tensor, int]]  # parameter, its gradient and version
+    of_sample: bool  # otherwise all coordinates are compared
+    gradients: list[tuple[Tensor, Tensor | None]]  # parameters and their gradients,
+    versions: list[int]  # and how often each of these had been written to
 
     @torch.no_grad()
     def off(self) -> Tensor:
         """After the step: 1.0 if the weights are not as predicted. Stays on the device."""
-        flags = [piece.off(self.views) for piece in self.pieces]
+        flags = [piece.off() for piece in self.pieces]
         return torch.stack([f.to(flags[0].device) for f in flags]).any().double()
 
     def likely_cause(self, borrowed_by: type[Optimizer] | None) -> str:
         """Why the step may not have been the rule's, and what to do. ``borrowed_by``: the class of
         the optimizer, if it uses the rule of its base class."""
-        others = [g for p, g, v in self.gradients if p.grad is not g or version_of(g) != v]
-        if others:
+        now = [version_of(g) for _, g in self.gradients if g is not None]
+        if now != self.versions or any(p.grad is not g for p, g in self.gradients):
             return (
                 "Gradients were changed after they were scored, inside optimizer.step(): by a step "
                 "pre-hook that was registered after inrun.watch, or by the step itself. Register "
@@ -84,26 +87,21 @@ class Prediction:
 
 
 @torch.no_grad()
-def predict(moved: Sequence[ParamStep], path: Path, views: SampleViews | None) -> Prediction:
-    """Before the step: the weights after it, on a sample of each parameter or (``views`` is None)
-    on all coordinates."""
-    if views is None:
-        ends = zip(moved, path.point(0.0), path.point(1.0), strict=True)
+def predict(moved: Moved, path: Path, of_sample: bool) -> Prediction:
+    """Before the step: the weights after it, on a sample of each parameter or on all
+    coordinates."""
+    if of_sample:
+        kinds = moved.once("kinds", lambda: [_Kind(members) for members in moved.kinds()])
+        pieces = [kind.predicted() for kind in kinds]
+    else:
+        ends = zip(moved.steps, path.point(0.0), path.point(1.0), strict=True)
         pieces = [
             _piece([m], m.p.detach().flatten(), a.flatten(), b.flatten(), None)
             for m, a, b in ends
             if m.p.numel()
         ]
-    else:
-        views.shrink(64 + 8 * len(moved))
-        groups: dict[Any, list[ParamStep]] = {}  # whose samples are computed together
-        for m in moved:
-            if m.p.numel():
-                kind = m.kind or (m.p.dtype, m.g.dtype, m.p.device)
-                groups.setdefault(kind, []).append(m)
-        pieces = [_sampled(members, views) for members in groups.values()]
-    grads = [(m.p, g, version_of(g)) for m in moved if (g := m.p.grad) is not None]
-    return Prediction(pieces, views, grads)
+    grads = [(m.p, m.p.grad) for m in moved.steps]
+    return Prediction(pieces, of_sample, grads, [version_of(g) for _, g in grads if g is not None])
 
 
 def _piece(
@@ -130,39 +128,54 @@ def _norms(x: Tensor, param_of: Tensor | None, n: int) -> Tensor:
     return squares.index_add_(0, param_of, x.double().square()).sqrt()
 
 
-def _sampled(members: list[ParamStep], views: SampleViews) -> Piece:
-    """The prediction for a sample of the weights of parameters of one kind."""
-    first, once = members[0], SampleViews()
-    w = views.joined([m.p for m in members])
-    param_of = _param_of(tuple([min(SAMPLED, m.p.numel()) for m in members]), w.device)
-    if first.kind is not None:
-        state = {
-            k: _sampled_state(x, [m.state[k] for m in members], first.p, param_of, views)
-            for k, x in first.state.items()
-        }
-        g = once.joined([m.g for m in members])
-        joined = ParamStep(w, g, first.rule, state, first.options)
-        without, expected = joined.weights_at(0.0), joined.weights_at(1.0)
-    else:  # the update needs whole parameters
-        without, expected = (once.joined([m.weights_at(x) for m in members]) for x in (0.0, 1.0))
-    return _piece(members, w, without, expected, param_of)
+class _Kind:
+    """Parameters of one kind, of which a sample is computed together. Kept from step to step."""
 
+    def __init__(self, members: list[ParamStep]) -> None:
+        self.members, first = members, members[0]
+        self.counts = tuple([min(SAMPLED, m.p.numel()) for m in members])
+        self.weights = Sample([m.p for m in members])
+        self.numbers: list[str] = []  # entries of the state with one number for each parameter
+        columns = {_WEIGHTS: [m.p for m in members]}
+        for k, x in first.state.items() if first.kind is not None else ():
+            if isinstance(x, Tensor) and x.shape == first.p.shape:
+                columns[k] = [m.state[k] for m in members]
+            elif isinstance(x, Tensor) and x.device.type != "cpu":
+                # It may differ between parameters, which one on the host may not.
+                columns[k] = [m.state[k] for m in members]
+                self.numbers.append(k)
+        together: dict[Any, list[str]] = {}  # columns that one launch reads
+        for k, column in columns.items():
+            together.setdefault((column[0].dtype, column[0].device), []).append(k)
+        self.samples = [
+            (names, Sample([t for k in names for t in columns[k]]), [
+                len(members) if k in self.numbers else sum(self.counts) for k in names
+            ])
+            for names in together.values()
+        ]  # fmt: skip
 
-def _sampled_state(
-    first: Any, values: list[Any], p: Tensor, param_of: Tensor, views: SampleViews
-) -> Any:
-    """One state entry of all parameters, sampled. A number on a device may differ between
-    parameters, so it is repeated for each coordinate."""
-    if not isinstance(first, Tensor):
-        return first
-    if first.shape == p.shape:  # a number for each coordinate
-        return views.joined(values)
-    if first.device.type == "cpu":
-        return first
-    return torch.stack([x.reshape(()) for x in values])[param_of]
+    def predicted(self) -> Piece:
+        """The prediction for a sample of the weights."""
+        members, first = self.members, self.members[0]
+        read: dict[str, Tensor] = {}
+        for names, sample, lengths in self.samples:
+            read.update(zip(names, sample.read().split(lengths), strict=True))
+        w = read.pop(_WEIGHTS)
+        param_of = _param_of(self.counts, w.device)
+        if first.kind is not None:
+            read |= {k: read[k][param_of] for k in self.numbers}
+            g = sampled([m.g for m in members])
+            joined = ParamStep(w, g, first.rule, {**first.state, **read}, first.options)
+            without, expected = joined.weights_at(0.0), joined.weights_at(1.0)
+        else:  # the update needs whole parameters
+            without, expected = (sampled([m.weights_at(x) for m in members]) for x in (0.0, 1.0))
+        piece = _piece(members, w, without, expected, param_of)
+        piece.sample = self.weights
+        return piece
 
 
 @lru_cache(maxsize=64)
 def _param_of(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """The parameter of each number, if parameter i has counts[i] of them."""
-    return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(device)
+    owner = torch.arange(len(counts), device="cpu")
+    return owner.repeat_interleave(torch.tensor(counts, device="cpu")).to(device)

@@ -2,10 +2,10 @@
 
 With a small batch the host is the bottleneck: it launches hundreds of small kernels. A replay costs
 one launch. It repeats the kernels, not the Python that chose them. So before each replay everything
-that this Python depends on is compared: the shapes of the batch, the addresses of the weights, the
-attributes of the modules and the numbers that the loss function refers to. A loss that refers to
-anything else gets no graph. Nor does a pass that cannot be one, because it waits for the device for
-example; it runs as usual.
+that this Python depends on is compared: the shapes of the batch, the addresses of parameters and
+buffers, the attributes of the modules and the numbers that the loss function refers to. A loss that
+refers to anything else gets no graph. Nor does a pass that cannot be one, because it waits for the
+device for example; it runs as usual.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from inrun.validation.reach import PLAIN, names_of
 
 Result = tuple[Tensor, Sequence[Tensor | None]]  # loss and gradients; None without dependence
 Pass = Callable[[Any, Sequence[Tensor]], Result]  # of a batch and the weights to differentiate by
+_KEYS = 256  # different passes after which no graph is made any more
 _BEFORE = 2  # usual passes before a graph is made: by then everything is compiled
 
 
@@ -49,8 +50,14 @@ class _Graph:
 class GraphCache:
     """The graphs of earlier passes, each replayed if nothing it depends on has changed."""
 
-    def __init__(self, loss: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        attributes_of: Callable[[Sequence[nn.Module]], Any] | None = None,
+    ) -> None:
+        """``attributes_of``: ``Fingerprint.of``, perhaps remembered as long as it holds."""
         self.state_of_loss = referred(loss)
+        self._attributes_of = attributes_of or Fingerprint.of
         self._seen: dict[Any, int] = {}
         self._graphs: dict[Any, _Graph] = {}
         self._refused = False  # one could not be made: no more are tried
@@ -73,7 +80,7 @@ class GraphCache:
         state = self.state_of_loss()
         if state is None or not all(x.is_cuda for x in tensors):
             return usual()
-        fingerprint = attributes(modules)
+        fingerprint = self._attributes_of(modules)
         if fingerprint is None:
             return usual()
         others = [x for x in leaves if not isinstance(x, Tensor)]
@@ -87,7 +94,9 @@ class GraphCache:
                 mine.copy_(given, non_blocking=True)
             known.graph.replay()
             return known.result
-        self._seen[key] = self._seen.get(key, 0) + 1
+        if not self._refused:
+            self._seen[key] = self._seen.get(key, 0) + 1
+            self._refused = len(self._seen) > _KEYS
         if self._refused or self._seen[key] <= _BEFORE or len(self._graphs) >= 4:
             return usual()
         with torch.cuda.device(weights[0].device):
@@ -225,6 +234,27 @@ def attributes(modules: Sequence[nn.Module]) -> tuple[Any, ...] | None:
             if name not in MODULE_ATTRIBUTES and (value := _fingerprint(x)) is not None:
                 found.append((i, name, value))
     return tuple(found)
+
+
+class Fingerprint:
+    """The attributes of modules as a part of a key, hashed once."""
+
+    def __init__(self, found: tuple[Any, ...]) -> None:
+        self._found, self._hash = found, hash(found)
+
+    @staticmethod
+    def of(modules: Sequence[nn.Module]) -> Fingerprint | None:
+        """None if a replay would miss something: see ``attributes``."""
+        found = attributes(modules)
+        return None if found is None else Fingerprint(found)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Fingerprint):
+            return NotImplemented
+        return self is other or self._found == other._found
 
 
 def _fingerprint(x: Any, depth: int = 0) -> Any:

@@ -5,6 +5,9 @@ hold such, hooks. From the loss function: the heads, criteria, tensors and gener
 closure, its defaults, the globals that it names or the object that it is a method of hold. (Its
 other belongings, a list of losses for example, are left to it. They may be the work of other
 threads, too.)
+
+The walk is made once and holds as long as everything that it went through holds the same objects:
+``Reached.unchanged`` compares identities, in a small part of the time.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import functools
 import random
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +35,7 @@ from inrun.torch_compat import (
     parameters_of,
     version_of,
 )
+from inrun.validation.identity import Trail, same
 
 _DEPTH = 4  # objects and functions inside each other, from a module or a function on
 _DEEPEST = 16  # containers
@@ -72,9 +76,18 @@ class Reached:
         self.generators: list[Any] = []
         self.arrays: list[np.ndarray] = []
         self._seen: set[int] = set(map(id, _SHARED))
-        for module in modules:
+        self._roots = list(modules)
+        self.lasting = True  # holds no tensor whose graph would be kept alive with it
+        self._trail = Trail()  # all that was gone through
+        for module in self._roots:
             self._module(module)
         self._value(loss, 0, inside=False)
+        self._trail.note()
+
+    def unchanged(self, modules: Sequence[nn.Module] | None = None) -> bool:
+        """Would the walk find the same again, and has nothing that it noted been replaced?
+        ``modules`` are those to walk from now, if they may be others."""
+        return (modules is None or same(self._roots, modules)) and self._trail.unchanged()
 
     def fingerprint(self) -> tuple[Any, ...]:
         """Returns a key that changes whenever a plain value changes, or a tensor is written to
@@ -92,6 +105,7 @@ class Reached:
             return
         self._seen.add(id(module))
         space = vars(module)
+        self._trail.module(space)
         hooked = any(map(space.get, MODULE_HOOKS))
         if hooked:
             for f in (f for name in MODULE_HOOKS for f in space.get(name, {}).values()):
@@ -119,7 +133,9 @@ class Reached:
                     self.tensors[id(p)] = p
 
     def _tensor(self, t: Tensor) -> None:
+        self._trail.tensors.append((t, t.requires_grad))
         computed = t.requires_grad and not t.is_leaf  # by the pass, of parameters
+        self.lasting = self.lasting and not computed
         if isinstance(t, nn.Parameter) or computed or t.layout != torch.strided:
             return
         if not t.is_meta and not t.is_inference():
@@ -156,11 +172,13 @@ class Reached:
             self._value(x.__func__, depth, inside)
             self._value(x.__self__, depth, inside)
         elif isinstance(x, functools.partial):
+            self._trail.container(x.keywords)
             self._each((x.func, *x.args, *x.keywords.values()), depth, inside)
         else:
             self._object(x, depth, inside)
 
     def _container(self, x: Any, depth: int, inside: bool) -> None:
+        self._trail.container(x)
         entries = {**x} if isinstance(x, dict) else set(x) if isinstance(x, set) else list(x)
         if inside:
             self.spaces.append((x, entries))
@@ -182,6 +200,7 @@ class Reached:
     def _function(self, f: types.FunctionType, depth: int, inside: bool) -> None:
         if _library(f) in _LIBRARIES:
             return
+        self._trail.function(f, names_of(f.__code__))
         for cell in f.__closure__ or ():
             try:
                 held = cell.cell_contents
@@ -208,6 +227,7 @@ class Reached:
         if _library(type(x)) in _LIBRARIES and not isinstance(x, torch.autocast):
             return
         if slots := {s: getattr(x, s) for s in slots_of(type(x)) if hasattr(x, s)}:
+            self._trail.slots.append((x, slots))
             if inside:
                 self.slots.append((x, slots))
             self._each(slots.values(), depth, inside)
@@ -216,6 +236,7 @@ class Reached:
         space = vars(x)
         if isinstance(space, types.MappingProxyType):  # a class
             return
+        self._trail.container(space)
         if inside or isinstance(x, torch.autocast):
             self.spaces.append((space, dict(space)))
         else:

@@ -56,6 +56,7 @@ from inrun.validation.reach import Reached
 _LARGEST = 2**27  # bytes; a larger tensor is not copied
 _SMALL = 2**14  # numbers; a tensor up to this size is copied in every step
 _ARRAY = 2**20  # bytes; a larger numpy array is not copied
+_MISSES = 3  # steps in a row for which a walk did not hold: later ones are not kept
 _LEARNING = 2  # steps in which numbers are compared after each pass
 
 
@@ -74,7 +75,10 @@ class State:
     def __init__(self, loss: Callable[..., Any]) -> None:
         self._loss = loss
         self._copies: dict[int, _Copy] = {}
-        self._reached: Reached | None = None
+        self._reached: Reached | None = None  # kept from step to step as long as it holds
+        self._facts: dict[Any, Any] = {}  # see ``once``
+        self._misses = 0  # steps in a row for which an earlier walk did not hold
+        self._inside, self._ran = False, False  # a step; has code of the model run in it?
         self._generators: list[Any] = []
         self._data: list[tuple[Tensor, Tensor, _Copy]] = []
         self._large: list[tuple[Tensor, int]] = []
@@ -86,20 +90,21 @@ class State:
     def kept(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         """Put everything back at the end, whatever was written inside."""
         self._note(modules)
-        self._clean = True
+        self._inside, self._clean, self._ran = True, True, False
         try:
             yield
         finally:
             self.rewind(last=True)
+            self._inside = False
             self._steps += 1
-            self._reached, self._generators, self._arrays = None, [], []
-            self._data, self._large, self._params = [], [], []
+            self._generators, self._arrays, self._data, self._large = [], [], [], []
+            self._let_go()
 
     @contextmanager
     def one_pass(self, model: nn.Module) -> Iterator[None]:
         """Around a forward pass: refuse one that writes to a parameter in place. The weights are
         those of the training, or of a point of the path that other passes use as well."""
-        before, self._clean = list(map(version_of, self._params)), False
+        before, self._clean, self._ran = list(map(version_of, self._params)), False, True
         yield
         after = list(map(version_of, self._params))
         if after != before:
@@ -121,15 +126,43 @@ class State:
         assert self._reached is not None
         return self._reached.fingerprint()
 
-    def close(self) -> None:
-        self._copies = {}
+    def once(self, fact: Callable[[Sequence[nn.Module]], Any], modules: Sequence[nn.Module]) -> Any:
+        """``fact(modules)``, computed again when attributes of the modules have changed."""
+        if fact not in self._facts:
+            self._facts[fact] = fact(modules)
+        return self._facts[fact]
 
-    def _note(self, modules: Sequence[nn.Module]) -> None:
-        reached = self._reached = Reached(modules, self._loss)
-        self._generators = [(g, _state_of(g)) for g in reached.generators]
-        self._arrays = [(a, a.copy()) for a in reached.arrays if a.nbytes <= _ARRAY]
+    def addresses(self) -> tuple[int, ...]:
+        """Where the parameters and the tensors that were reached are in memory."""
+        assert self._reached is not None
+        return tuple(map(_address, (*self._params, *self._reached.tensors.values())))
+
+    def close(self) -> None:
+        self._copies, self._reached, self._params, self._facts = {}, None, [], {}
+
+    def _walk(self, modules: Sequence[nn.Module]) -> Reached:
+        """What can be reached: as in the step before, if nothing was replaced since."""
+        reached = self._reached
+        if reached is not None and reached.unchanged(modules):
+            self._misses = 0
+            return reached
+        self._misses += reached is not None
+        reached, self._facts = Reached(modules, self._loss), {}
         params = (p for own in map(parameters_of, modules) for p in own.values() if p is not None)
         self._params = [p for p in params if id(p) not in reached.tensors]
+        return reached
+
+    def _let_go(self) -> None:
+        """Keep the walk for the next step, unless it would keep memory alive or never holds."""
+        reached = self._reached
+        holds = self._misses < _MISSES or self._steps % 64 == 0
+        if reached is None or not reached.lasting or not holds:
+            self._reached, self._params, self._facts = None, [], {}
+
+    def _note(self, modules: Sequence[nn.Module]) -> None:
+        reached = self._reached = self._walk(modules)
+        self._generators = [(g, _state_of(g)) for g in reached.generators]
+        self._arrays = [(a, a.copy()) for a in reached.arrays if a.nbytes <= _ARRAY]
         copies: dict[int, _Copy] = {}
         stale: list[tuple[Tensor, Tensor]] = []
         for key, t in reached.tensors.items():
@@ -152,9 +185,21 @@ class State:
     def rewind(self, last: bool = False) -> None:
         """Before each pass: set everything back to how it was before the first one."""
         reached = self._reached
-        if reached is None or (self._clean and not last):
+        if reached is None or not self._inside or (self._clean and not last):
             return
         self._clean = True
+        if self._ran and not reached.unchanged():
+            self._put_back(reached)
+        self._ran = False
+        for generator, state in self._generators:
+            _set_state(generator, state)
+        for array, numbers in self._arrays:
+            array[...] = numbers
+        self._rewind_tensors(last)
+
+    @staticmethod
+    def _put_back(reached: Reached) -> None:
+        """Give containers, slots, cells and names what they held before the passes."""
         for space, before in reached.spaces:
             _put_back(space, before)
         for x, slots in reached.slots:
@@ -170,11 +215,6 @@ class State:
         for namespace, name, x in reached.names:
             if namespace.get(name) is not x:
                 namespace[name] = x
-        for generator, state in self._generators:
-            _set_state(generator, state)
-        for array, numbers in self._arrays:
-            array[...] = numbers
-        self._rewind_tensors(last)
 
     def _rewind_tensors(self, last: bool) -> None:
         changed: list[tuple[Tensor, Tensor]] = []
@@ -197,6 +237,13 @@ class State:
                 "not what it is without inrun. Write to it only if self.training.",
                 stacklevel=2,
             )
+
+
+def _address(t: Tensor) -> int:
+    try:
+        return t.data_ptr()
+    except RuntimeError:  # a subclass without memory of its own
+        return id(t)
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
@@ -273,14 +320,19 @@ def _bytes(state: torch.Tensor) -> bytes:
     return state.numpy().tobytes()
 
 
+def _numpy_state() -> Any:
+    return np.random.get_state(legacy=False)  # in half the time of the tuple
+
+
 def _array(state: Any) -> Any:
-    return state[1].tobytes(), *state[2:]
+    own = state["state"]
+    return own["key"].tobytes(), own["pos"], state["has_gauss"], state["gauss"]
 
 
 _TORCH = ("torch", "torch.cuda")
 _HOST = (
     _Source("Python's", random.getstate, random.setstate, random.seed),
-    _Source("numpy's", np.random.get_state, np.random.set_state, np.random.seed, _array),
+    _Source("numpy's", _numpy_state, np.random.set_state, np.random.seed, _array),
     _Source(
         "torch", torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed,
         _bytes,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from inrun.errors import ValidationError
 from inrun.tensors.autocast import Autocast, as_it_was, uncached
 from inrun.torch_compat import tree_leaves, tree_map
-from inrun.validation.cuda_graph import GraphCache
+from inrun.validation.cuda_graph import Fingerprint, GraphCache
 from inrun.validation.joining import Joining
 from inrun.validation.state import Generators, State
 from inrun.validation.sweep import Gradients, Sweep, joined
@@ -73,7 +74,7 @@ class Validator:
         self.modules = list(model.modules())
         self._state, self._random = State(self.loss), Generators("ran the validation pass")
         self._sweep, self._joining = Sweep(model), Joining(batch_dim)
-        self._graphs = GraphCache(self.loss)
+        self._graphs = GraphCache(self.loss, partial(self._state.once, Fingerprint.of))
         self._joint: tuple[list[int], Any] | None = None  # see Joining.join
 
     def draw(self) -> None:
@@ -191,7 +192,7 @@ class Validator:
 
                     self._state.rewind()
                     if graphs and params[0].is_cuda and len(parts) == 1 and not self._reentrant:
-                        how = (weight * scale, self.autocast)
+                        how = (weight * scale, self.autocast, self._state.addresses())
                         loss, found = self._graphs.run(compute, batch, params, self.modules, how)
                         self._state.replayed()
                     else:

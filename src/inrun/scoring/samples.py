@@ -1,0 +1,148 @@
+"""A few fixed entries of many tensors, read together.
+
+received.py compares gradients by them, taken.py weights. On a GPU one kernel reads the entries of
+all tensors by their addresses. On a CPU small tensors are concatenated, which is cheaper than a
+view of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inrun import kernels
+from inrun.torch_compat import flatten_dense_tensors
+
+if kernels.AVAILABLE:
+    import triton
+    import triton.language as tl
+
+SAMPLED = 8  # entries of each tensor, or all of a smaller one
+_SMALL = 2**12  # numbers of a tensor that is sooner copied than looked at
+
+
+@lru_cache(maxsize=4096)
+def _places(size: int) -> tuple[int, int, int]:
+    """Count, stride and start of the entries: spread over the whole tensor, the start random."""
+    count = min(SAMPLED, size)
+    stride = max(1, size // SAMPLED)
+    if stride > 2 and stride % 2 == 0:
+        stride -= 1  # an odd stride does not stay in one column of a matrix
+    last = size - 1 - (count - 1) * stride
+    start = int(np.random.default_rng(size).integers(last + 1)) if size else 0
+    return count, stride, start
+
+
+class Sample:
+    """The sampled entries of tensors of one type and device. They can be read again, also after a
+    tensor was given other memory."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = list(tensors)
+        self._look(tuple([t.data_ptr() for t in tensors]))
+
+    def _look(self, pointers: tuple[int, ...]) -> None:
+        """Find out how to read the tensors where they are now."""
+        self._pointers, self._sizes = pointers, tuple([t.numel() for t in self.tensors])
+        self._by_kernel = kernels.readable(self.tensors)
+        self._addresses: Tensor | None = None  # for the kernel
+
+    @torch.no_grad()
+    def read(self) -> Tensor:
+        """The entries as they are now, concatenated."""
+        pointers = tuple([t.data_ptr() for t in self.tensors])
+        if pointers != self._pointers:
+            self._look(pointers)
+        return self._launch() if self._by_kernel else _copied(self.tensors, self._sizes)
+
+    def _launch(self) -> Tensor:
+        first = self.tensors[0]
+        if self._addresses is None:
+            self._addresses = kernels.uploaded(self._pointers, torch.int64, first.device)
+        table, n = _table(self._sizes, first.device)
+        found = torch.empty(n, dtype=first.dtype, device=first.device)
+        _read[(len(self._sizes),)](
+            self._addresses, table, found, kernels.READABLE[first.dtype], SAMPLED=SAMPLED
+        )
+        return found
+
+
+def sampled(tensors: Sequence[Tensor]) -> Tensor:
+    """The sampled entries of tensors of one type and device, concatenated."""
+    return Sample(tensors).read()
+
+
+def by_kind(tensors: Sequence[Tensor]) -> list[Sample]:
+    """One sample for each type and device among the tensors."""
+    if len({(t.dtype, t.device) for t in tensors}) == 1:
+        return [Sample(tensors)]
+    kinds: dict[object, list[Tensor]] = {}
+    for t in tensors:
+        kinds.setdefault((t.dtype, t.device), []).append(t)
+    return [Sample(some) for some in kinds.values()]
+
+
+def _view(t: Tensor, size: int) -> Tensor:
+    """The entries of one tensor: a view, or a copy if it is not contiguous."""
+    (count, stride, start), own = _places(size), t.detach()
+    own = own if own.is_contiguous() else own.flatten()
+    return own.as_strided((count,), (stride,), own.storage_offset() + start)
+
+
+def _copied(tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor:
+    plan = _plan(sizes, tensors[0].device)
+    if not plan.large:
+        return flatten_dense_tensors(tensors).index_select(0, plan.entries)
+    parts = [flatten_dense_tensors([tensors[i] for i in plan.small])] if plan.small else []
+    parts += [_view(tensors[i], sizes[i]) for i in plan.large]
+    return torch.cat(parts).index_select(0, plan.entries)
+
+
+class _Plan(NamedTuple):
+    small: list[int]  # tensors that are concatenated
+    large: list[int]  # tensors of which a view is taken
+    entries: Tensor  # their indices in all this, in the order of the tensors
+
+
+@lru_cache(maxsize=64)
+def _plan(sizes: tuple[int, ...], device: torch.device) -> _Plan:
+    small = [i for i, n in enumerate(sizes) if n <= _SMALL]
+    large = [i for i, n in enumerate(sizes) if n > _SMALL]
+    entries: dict[int, np.ndarray] = {}
+    at = 0
+    for i in small:
+        count, stride, start = _places(sizes[i])
+        entries[i], at = at + start + stride * np.arange(count), at + sizes[i]
+    for i in large:
+        entries[i], at = at + np.arange(SAMPLED), at + SAMPLED
+    index = np.concatenate([entries[i] for i in range(len(sizes))])
+    return _Plan(small, large, torch.from_numpy(index.astype(np.int64)).to(device))
+
+
+@lru_cache(maxsize=64)
+def _table(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
+    """Count, stride, start and place in the result of each tensor's entries; entries in all."""
+    places = np.array([_places(n) for n in sizes], dtype=np.int64)
+    ends = places[:, 0].cumsum()
+    table = np.column_stack([places, ends - places[:, 0]])
+    return torch.from_numpy(table).to(device), int(ends[-1])
+
+
+if kernels.AVAILABLE:
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _read(  # type: ignore[no-untyped-def]
+        addresses, table, found, T: tl.constexpr, SAMPLED: tl.constexpr
+    ):
+        t = tl.program_id(0)
+        count, stride = tl.load(table + t * 4), tl.load(table + t * 4 + 1)
+        start, place = tl.load(table + t * 4 + 2), tl.load(table + t * 4 + 3)
+        at = tl.arange(0, SAMPLED)
+        of_t = tl.load(addresses + t).to(tl.pointer_type(T))
+        x = tl.load(of_t + start + at * stride, mask=at < count, other=0.0)
+        tl.store(found + place + at, x, mask=at < count)
