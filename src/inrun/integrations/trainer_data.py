@@ -77,21 +77,27 @@ def _loader(trainer: Any, data: Any, own: bool = False) -> Any:
         return data
     if not streamed and not len(data):
         raise inrun.ValidationError("the validation data is empty")
-    row = next(iter(data))
-    if isinstance(row, Mapping) and any(isinstance(x, str) for x in row.values()):
-        texts = [k for k, x in row.items() if isinstance(x, str)]
-        trained = getattr(trainer.train_dataset, "column_names", None) or ()
-        if "input_ids" not in row and {"input_ids", "prompt_ids"} & {*trained}:
-            raise inrun.ValidationError(
-                f"the validation data is text (columns {', '.join(texts)}) that the trainer has "
-                "not tokenised: give it to the trainer as eval_dataset=, and leave validation out"
-            )
+    _check_columns(trainer, data)
     collate = trainer.data_collator
     if hasattr(data, "remove_columns") and not streamed:
         data = trainer._remove_unused_columns(data, description="validation")
     else:
         collate = trainer._get_collator_with_removed_columns(collate, description="validation")
     return DataLoader(data, batch_size=trainer.args.eval_batch_size, collate_fn=collate)
+
+
+def _check_columns(trainer: Any, data: Any) -> None:
+    """Refuse text where TRL has tokenised the training data."""
+    found = getattr(data, "column_names", None) or ()
+    for name in ("input_ids", "prompt_ids"):
+        if name in (getattr(trainer.train_dataset, "column_names", None) or ()) and (
+            found and name not in found
+        ):
+            raise inrun.ValidationError(
+                f"the validation data has the columns {', '.join(found)}, not {name!r}, which the "
+                "trainer has made of the training data: give it to the trainer as eval_dataset=, "
+                "which is prepared alike, and leave validation out"
+            )
 
 
 def validation_loss(trainer: Any) -> Callable[[nn.Module, Any], Tensor]:
