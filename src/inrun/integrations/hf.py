@@ -18,7 +18,6 @@ a callback             on_train_begin: inrun.watch, when model and optimizer are
 from __future__ import annotations
 
 import functools
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 
 import inrun
+from inrun.integrations.outcome import numbers, write_report
 from inrun.integrations.trainer_data import train_loader, validation_data, validation_loss
 
 try:
@@ -206,22 +206,7 @@ class WatchedTrainer:
         """The training has ended: close the run and write its report."""
         self.stop()
         if self._report and self._out is not None and self._trainer.is_world_process_zero():
-            from inrun.report import write_report
-
-            write_report(inrun.open(self._out), Path(self._out) / "report.html")
-
-
-def numbers(run: inrun.Run) -> dict[str, float]:
-    """What the trainer's log gets of a run: sums since the training began."""
-    tally = run.tally
-    found = {
-        "inrun_sum": tally.total,
-        "inrun_explained": tally.explained,
-        "inrun_validation_loss": tally.loss,
-    }
-    if tally.void:
-        found["inrun_void_steps"] = float(tally.void)
-    return {name: x for name, x in found.items() if math.isfinite(x)} if tally.steps else {}
+            write_report(self._out)
 
 
 class _Callback(TrainerCallback):  # type: ignore[misc]
