@@ -77,7 +77,7 @@ def _with_column(dataset: Any, ids: Ids) -> Any:
         if ids is not None:
             raise ValueError(f"the dataset has a column {ID!r} already: remove it, or leave ids out")
         return dataset
-    streamed = not hasattr(dataset, "__getitem__")
+    streamed = not hasattr(dataset, "__len__")
     if callable(ids) or isinstance(ids, str) or (streamed and ids is None):
         return dataset.map(_AddId(ids))
     if streamed:
@@ -184,11 +184,11 @@ def _feed(digest: Any, x: Any) -> None:
         digest.update(f"t{x.dtype}{tuple(x.shape)}:".encode())
         x = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     if isinstance(x, Mapping):
-        digest.update(f"m{len(x)}:".encode())
-        for key in sorted(x, key=str):
-            if key != ID:
-                _feed(digest, str(key))
-                _feed(digest, x[key])
+        keys = sorted((key for key in x if key != ID), key=str)
+        digest.update(f"m{len(keys)}:".encode())
+        for key in keys:
+            _feed(digest, str(key))
+            _feed(digest, x[key])
     elif isinstance(x, (list, tuple)):
         digest.update(f"l{len(x)}:".encode())
         for entry in x:
