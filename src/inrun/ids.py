@@ -75,7 +75,9 @@ def _with_column(dataset: Any, ids: Ids) -> Any:
     """A dataset of Hugging Face with the column of ids."""
     if ID in (dataset.column_names or ()):
         if ids is not None:
-            raise ValueError(f"the dataset has a column {ID!r} already: remove it, or leave ids out")
+            raise ValueError(
+                f"the dataset has a column {ID!r} already: remove it, or leave ids out"
+            )
         return dataset
     streamed = not hasattr(dataset, "__len__")
     if callable(ids) or isinstance(ids, str) or (streamed and ids is None):
@@ -261,7 +263,7 @@ def _together(ids: list[Any]) -> Any:
 
 
 def take_ids(batch: Any) -> tuple[dict[str, Any], Any]:
-    """Take the ids out of a batch: returns what ``run.batch(**names)`` needs, and the batch without.
+    """Take the ids out of a batch: returns what ``run.batch(**names)`` needs, and the rest.
 
     The batch that was given is left as it is.
     """
@@ -291,7 +293,7 @@ def whose(ids: list[Any], rows: list[Any], batch: Mapping[str, Any]) -> tuple[li
     if isinstance(tokens, Tensor) and R == 1 and "input_ids" in rows[0]:
         _check_flat(rows, tokens)
         return ids, from_lengths([len(row["input_ids"]) for row in rows], tokens.shape)
-    if isinstance(tokens, Tensor) and R == 2 * n and {"chosen_ids", "rejected_ids"} <= {*rows[0]}:
+    if isinstance(tokens, Tensor) and 2 * n == R and {"chosen_ids", "rejected_ids"} <= {*rows[0]}:
         _check_pairs(rows, batch)
         return ids, torch.arange(n, device="cpu").repeat(2)
     if first.ndim > 1 and first.shape[1] == n:  # sequence first: run.batch compares with batch_dim

@@ -64,8 +64,8 @@ def arguments(kind, **options):
 
 
 def by_hand(model, rows, held_out, steps, loss=None, **options):
-    """The trainer's training, written out: AdamW, linear schedule, clipping, mean over the tokens of
-    a step. ``steps``: the ids of each micro-batch of each step, [[[0, 3], [1, 2]], ...]."""
+    """The trainer's training, written out: AdamW, linear schedule, clipping, mean over the tokens
+    of a step. ``steps``: the ids of each micro-batch of each step, [[[0, 3], [1, 2]], ...]."""
     decayed = [p for n, p in model.named_parameters() if p.requires_grad and "norm" not in n]
     others = [p for n, p in model.named_parameters() if p.requires_grad and "norm" in n]
     groups = [{"params": decayed}, {"params": others}]
@@ -88,7 +88,7 @@ def by_hand(model, rows, held_out, steps, loss=None, **options):
 
 
 def per_token(model, batch, tokens):
-    """The model's own cross-entropy (which transformers computes in float32) by the step's tokens."""
+    """The model's own cross-entropy (transformers: in float32) by the tokens of the step."""
     return model(**batch, num_items_in_batch=tokens).loss
 
 

@@ -79,7 +79,9 @@ def test_rows_that_are_tuples_become_pairs():
         names, (x, y) = inrun.take_ids(batch)
         ids, (x2, _) = batch  # and so for a loop that unpacks
         assert names["ids"].tolist() == ids.tolist() == y.tolist() == x2.tolist()
-    assert data[-1].id == 5 and len(data) == 6 and data.tensors[0].tolist() == x.new(range(6)).tolist()
+    assert (
+        data[-1].id == 5 and len(data) == 6 and data.tensors[0].tolist() == x.new(range(6)).tolist()
+    )
 
 
 def test_rows_asked_for_together():
@@ -91,7 +93,9 @@ def test_ids_of_ones_own():
     names = [f"doc-{i}" for i in range(12)]
     first = inrun.with_ids(ROWS, ids=names)
     assert first[3][ID] == "doc-3"
-    assert inrun.with_ids(ROWS, ids=lambda row: row["input_ids"][0])[2][ID] == ROWS[2]["input_ids"][0]
+    assert (
+        inrun.with_ids(ROWS, ids=lambda row: row["input_ids"][0])[2][ID] == ROWS[2]["input_ids"][0]
+    )
     named = [{"key": np.int64(7 + i), "x": i} for i in range(3)]
     assert [row[ID] for row in inrun.with_ids(named, ids="key")] == [7, 8, 9]
     batch = inrun.carry_ids(padded)([first[0], first[1]])
@@ -125,7 +129,8 @@ def test_a_hash_depends_on_all_of_a_row_and_on_nothing_else():
     again = {k: row[k] for k in reversed(row)}
     assert inrun.row_id(row) == inrun.row_id(again) == inrun.row_id({**row, ID: 3})
     others = [{**row, "a": [12]}, {**row, "b": "y"}, {**row, "c": 0}, {**row, "d": torch.ones(2)},
-              {**row, "d": torch.ones(2, 1, dtype=torch.bfloat16)}, {**row, "e": np.ones(3)}]  # fmt: skip
+              {**row, "d": torch.ones(2, 1, dtype=torch.bfloat16)},
+              {**row, "e": np.ones(3)}]  # fmt: skip
     assert len({inrun.row_id(x) for x in [row, *others]}) == 7
     assert inrun.row_id("ab") == 2078210268704794530  # in every process and version
 
@@ -135,7 +140,7 @@ def test_a_hash_depends_on_all_of_a_row_and_on_nothing_else():
 
 def flattened(rows):
     tokens = [t for r in rows for t in r["input_ids"]]
-    return {"input_ids": torch.tensor([tokens + [2, 2]])}  # padded to a multiple
+    return {"input_ids": torch.tensor([[*tokens, 2, 2]])}  # padded to a multiple
 
 
 def test_rows_one_after_the_other():
@@ -153,10 +158,11 @@ def test_rows_one_after_the_other():
 def test_packed_rows_have_an_id_for_each_document(flat):
     docs = [row["input_ids"] for row in ROWS[:5]]
     packs = [docs[:2], docs[2:]]
-    rows = [
-        {"input_ids": sum(p, []), "labels": sum(p, []), "seq_lengths": [len(d) for d in p], ID: i}
-        for i, p in enumerate(packs)
-    ]
+    rows = []
+    for i, pack in enumerate(packs):
+        tokens = [t for d in pack for t in d]
+        lengths = [len(d) for d in pack]
+        rows.append({"input_ids": tokens, "labels": tokens, "seq_lengths": lengths, ID: i})
     names, batch = inrun.take_ids(inrun.carry_ids(flattened if flat else padded)(rows))
     assert names["ids"].tolist() == [inrun.row_id(d) for d in docs]
     for k, d in enumerate(docs):

@@ -176,7 +176,10 @@ def test_resumed_from_a_checkpoint(tmp_path):
 
         first.add_callback(Stop())
         first.train()
-        assert first.inrun.step == 3 and (Path(first.args.output_dir) / "checkpoint-2/inrun.pt").is_file()
+        assert (
+            first.inrun.step == 3
+            and (Path(first.args.output_dir) / "checkpoint-2/inrun.pt").is_file()
+        )
         again = made(f"parts-{out is None}", out)
         again.train(resume_from_checkpoint=str(Path(first.args.output_dir) / "checkpoint-2"))
         assert same_weights(whole.model, again.model)

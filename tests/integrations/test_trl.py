@@ -39,13 +39,12 @@ def sft(tokenizer, model=llama, rows=ROWS, **options):
 
 def dpo(tokenizer, model=llama, **options):
     options = {"bf16": False, "gradient_checkpointing": False} | options
-    trainer = trl.DPOTrainer(
+    return trl.DPOTrainer(
         model=model(), ref_model=llama() if model is llama else None, processing_class=tokenizer,
         args=arguments(trl.DPOConfig, **options),
         train_dataset=inrun.with_ids(datasets.Dataset.from_list(_texts())),
         eval_dataset=datasets.Dataset.from_list(_texts()[:4]),
     )  # fmt: skip
-    return trainer
 
 
 def _texts():

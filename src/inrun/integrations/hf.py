@@ -34,7 +34,9 @@ try:
     from transformers import TrainerCallback
     from transformers.trainer_utils import get_last_checkpoint
 except ImportError as error:
-    raise ImportError("inrun.integrations.hf needs transformers: pip install 'inrun[hf]'") from error
+    raise ImportError(
+        "inrun.integrations.hf needs transformers: pip install 'inrun[hf]'"
+    ) from error
 
 STATE = "inrun.pt"  # in a checkpoint's folder: run.state_dict()
 
@@ -147,9 +149,7 @@ class WatchedTrainer:
         with self.run.batch(**names):
             return own(model, inputs, *args, **kwargs)
 
-    def _log(
-        self, own: Callable[..., Any], logs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def _log(self, own: Callable[..., Any], logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if self.run is not None and {"loss", "train_loss"} & {*logs}:  # no evaluation's
             logs.update(numbers(self.run))
         return own(logs, *args, **kwargs)
@@ -209,7 +209,7 @@ class WatchedTrainer:
             write_report(self._out)
 
 
-class _Callback(TrainerCallback):  # type: ignore[misc]
+class _Callback(TrainerCallback):
     def __init__(self, watched: WatchedTrainer) -> None:
         self._watched = watched
 

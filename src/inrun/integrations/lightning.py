@@ -2,7 +2,7 @@
 
 on_train_start         inrun.watch, when the optimizers are there
 training_step          opens run.batch before the module's own training_step
-on_after_backward      closes it; with automatic optimization both are inside optimizer.step(closure)
+on_after_backward      closes it; in automatic optimization both are in optimizer.step(closure)
 on_train_batch_end     the run's numbers go to the module's log
 state_dict             the run's state, in Lightning's checkpoint
 on_train_end           closes the run, writes the report
@@ -60,7 +60,7 @@ class Watch(Callback):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         self.run: inrun.Run | None = None
-        self._data = {"validation": validation, "targets": targets}
+        self._data: dict[str, Any] = {"validation": validation, "targets": targets}
         self._loss, self._out, self._report = loss or _validation_step, out, report
         self._options = options
         self._state: dict[str, Any] | None = None  # of a checkpoint, until the run begins
@@ -155,7 +155,7 @@ def _validation_step(module: Any, batch: Any) -> Tensor:
     """The loss that the module's ``validation_step`` returns; what it logs is not heard."""
     if isinstance(batch, inrun.ids.Row) or (isinstance(batch, Mapping) and inrun.ids.ID in batch):
         _, batch = inrun.take_ids(batch)
-    muted = {name: _nothing for name in ("log", "log_dict")}
+    muted = dict.fromkeys(("log", "log_dict"), _nothing)
     kept = {name: vars(module)[name] for name in muted if name in vars(module)}
     try:
         vars(module).update(muted)

@@ -44,7 +44,7 @@ def _identified(trainer: Any, dataset: Any) -> Any:
 
 
 def validation_data(trainer: Any, validation: Any, targets: Any) -> dict[str, Any]:
-    """``validation=`` or ``targets=`` of ``inrun.watch``; by default the trainer's ``eval_dataset``.
+    """``validation=`` or ``targets=`` of ``inrun.watch``; by default the ``eval_dataset``.
 
     Datasets become loaders with the trainer's own collator.
     """
@@ -66,7 +66,7 @@ def validation_data(trainer: Any, validation: Any, targets: Any) -> dict[str, An
 
 
 def _loader(trainer: Any, data: Any, own: bool = False) -> Any:
-    """A loader over a dataset, as the trainer evaluates it; loaders and lists of batches as they are.
+    """A loader over a dataset, as the trainer evaluates it; loaders and lists as they are.
 
     Not the trainer's own loader: that one gives each process a share. ``own``: it is the trainer's
     dataset, so its entries are rows.

@@ -10,6 +10,7 @@ import html
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -77,7 +78,7 @@ def log(
         tally.closers.append(writer.close if ours else writer.flush)
     for sink in (_of_wandb(wandb), _of_mlflow(mlflow), _of_trackio(trackio)):
         if sink is not None:
-            sinks.append(lambda t, sink=sink: sink(t, lowest, suspects))
+            sinks.append(partial(sink, lowest=lowest, suspects=suspects))
     if sinks and (lowest or suspects) and tally.by_id is None:
         tally.by_id = {}
     if sinks and suspects and tally.harm_by_id is None:
@@ -141,7 +142,7 @@ def _named(t: Tally, n: int) -> dict[str, Any]:
 
 
 COLUMNS = ["id", "harm", "value"]  # of the table of suspects
-Sink = Callable[[Tally, int, int], None]
+Sink = Callable[..., None]  # (tally, lowest=, suspects=)
 
 
 def _rows(t: Tally, n: int) -> list[list[Any]]:
