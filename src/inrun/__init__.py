@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from inrun.errors import BatchError, CaptureError, ValidationError
     from inrun.exact.check import Check
     from inrun.gradients import register_op
+    from inrun.ids import carry_ids, row_id, take_ids, with_ids
     from inrun.ledger import LedgerError
     from inrun.ledger.saved import SavedRun
     from inrun.optimizers import register_optimizer
@@ -34,12 +35,16 @@ _PLACES = {
     "Run": "run.run",
     "ValidationError": "errors",
     "by_label": "validation.targets",
+    "carry_ids": "ids",
     "log": "run.logging",
     "register_function": "capture.mode",
     "register_layout": "tensors.follow",
     "register_op": "gradients",
     "register_optimizer": "optimizers",
+    "row_id": "ids",
+    "take_ids": "ids",
     "watch": "run.watching",
+    "with_ids": "ids",
 }
 
 
@@ -47,8 +52,8 @@ def __getattr__(name: str) -> Any:
     found: Any
     if name == "__version__":
         found = _version()
-    elif name == "packing":
-        found = import_module("inrun.packing")
+    elif name in ("integrations", "packing"):
+        found = import_module(f"inrun.{name}")
     elif name in _PLACES:
         found = getattr(import_module(f"inrun.{_PLACES[name]}"), name)
     else:
@@ -88,6 +93,8 @@ __all__ = [
     "ValidationError",
     "__version__",
     "by_label",
+    "carry_ids",
+    "integrations",
     "log",
     "open",
     "packing",
@@ -95,5 +102,8 @@ __all__ = [
     "register_layout",
     "register_op",
     "register_optimizer",
+    "row_id",
+    "take_ids",
     "watch",
+    "with_ids",
 ]

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from inrun.errors import BatchError
 
-__all__ = ["from_cu_seqlens", "from_position_ids", "from_seq_idx"]
+__all__ = ["from_cu_seqlens", "from_lengths", "from_position_ids", "from_seq_idx"]
+
+
+def from_lengths(lengths: Sequence[int], shape: Sequence[int] | None = None) -> Tensor:
+    """From the lengths of documents that lie one after the other, n_1, n_2, …, in one row.
+
+    ``shape`` as in :func:`from_cu_seqlens`; tokens behind the last document belong to nobody.
+    """
+    ends = torch.tensor([0, *lengths], device="cpu").cumsum(0)
+    return from_cu_seqlens(ends, shape)
 
 
 def from_cu_seqlens(cu_seqlens: Tensor, shape: Sequence[int] | None = None) -> Tensor:

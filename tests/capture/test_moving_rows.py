@@ -100,6 +100,7 @@ def _(m, x):
 hidden("flip", lambda h: h.flip(0))
 hidden("flipud", torch.flipud)
 hidden("roll", lambda h: h.roll(1, 0))
+hidden("differences of neighbours", lambda h: h.diff(dim=0, prepend=h[:1]))
 hidden("roll without dims", lambda h: h.roll(H))
 hidden("rot90 twice", lambda h: torch.rot90(h, 2).fliplr())
 hidden("cat of slices", lambda h: torch.cat([h[2:], h[:2]]))

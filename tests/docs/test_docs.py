@@ -10,6 +10,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 PAGES = ["README.md", "docs/optimizers.md", "docs/operations.md", "docs/packed.md"]
+NEEDS = {"docs/integrations.md": ("transformers", "trl", "accelerate", "lightning", "datasets")}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -25,6 +26,24 @@ def test_code_in_the_docs_runs(page, capsys):
         assert names["run"].steps()["explained"].dropna().iloc[-1] == pytest.approx(1, abs=0.05)
         assert "value" in capsys.readouterr().out
         names["run"].close()
+
+
+@pytest.mark.filterwarnings("ignore")  # the libraries' own
+@pytest.mark.parametrize("page", NEEDS)
+def test_code_of_the_integrations_runs(page, tmp_path, monkeypatch):
+    """Each block by itself, as a reader would copy it, on the small data of the first one."""
+    for name in NEEDS[page]:
+        pytest.importorskip(name, reason=f"{page} uses it")
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert len(blocks) == 6
+    first: dict[str, object] = {"__name__": "__docs__"}
+    exec(compile(blocks[0], page, "exec"), first)
+    for block in blocks[1:]:
+        names = dict(first)
+        exec(compile(block, page, "exec"), names)
+        assert len(names["table"]) > 0
 
 
 def test_tables_are_those_of_the_results():

@@ -141,7 +141,8 @@ def test_wandb_takes_the_current_run(monkeypatch):
 @pytest.mark.parametrize(
     ("module", "options", "extra"),
     [("wandb", {"wandb": True}, "wandb"),
-     ("torch.utils.tensorboard", {"tensorboard": "tb"}, "tensorboard")],
+     ("torch.utils.tensorboard", {"tensorboard": "tb"}, "tensorboard"),
+     ("mlflow", {"mlflow": True}, "mlflow"), ("trackio", {"trackio": True}, "trackio")],
 )  # fmt: skip
 def test_missing_packages_name_their_extra(monkeypatch, module, options, extra):
     monkeypatch.setitem(sys.modules, module, None)
@@ -150,4 +151,62 @@ def test_missing_packages_name_their_extra(monkeypatch, module, options, extra):
         inrun.log(run, **options)
     with pytest.raises(ValueError, match="at least 1"):
         inrun.log(run, every=0)
+    run.close()
+
+
+class Flow:
+    """Stands for the module mlflow."""
+
+    def __init__(self):
+        self.metrics, self.texts = [], {}
+
+    def log_metrics(self, metrics, step):
+        self.metrics.append((step, metrics))
+
+    def log_text(self, text, file):
+        self.texts[file] = text
+
+
+def test_the_suspects_are_those_of_the_table():
+    writer, flow, wandb, trackio = Recorder(), Flow(), Recorder(), Recorder()
+    run = watched(
+        every=6, tensorboard=writer, mlflow=flow, wandb=wandb, trackio=trackio, suspects=3
+    )
+    wanted = run.harm().dropna().sort_values("harm", ascending=False).head(3)
+    values = run.values().set_index("id")["value"]
+    found = run.tally.suspects(3)
+    assert [key for key, _, _ in found] == wanted["id"].tolist()
+    assert [harm for _, harm, _ in found] == pytest.approx(wanted["harm"].tolist(), rel=1e-12)
+    assert [v for _, _, v in found] == pytest.approx(values[wanted["id"]].tolist(), rel=1e-12)
+    table = flow.texts["inrun/suspects.md"]
+    rows = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
+    assert rows == [str(key) for key, _, _ in found]
+    assert writer.texts["inrun/suspects"][-1] == (11, table)
+    assert [step for step, _ in flow.metrics] == [5, 11]
+    assert flow.metrics[-1][1]["inrun/explained"] == run.tally.explained
+    assert wandb.logged[-1].keys() == trackio.logged[-1].keys() >= {"inrun/suspects", "inrun/step"}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[[1.0, -2.0, 0.5], [0.0, -1.0, 3.0]], [[1.0, np.nan, -1.0], [2.0, 2.0, 2.0]],
+     [[np.nan] * 3, [np.inf, 1.0, -2.0]], [[-1.0]]],
+)  # fmt: skip
+def test_harm_of_one_step_is_that_of_the_table(values):
+    from inrun.ledger.entries import MemoryLedger, StepEntry
+    from inrun.ledger.tables import harm_of
+
+    values = np.array(values)
+    names = [f"t{q}" for q in range(len(values))]
+    ledger = MemoryLedger(names)
+    ledger.append(StepEntry(0, np.arange(values.shape[1]), values[None], 0.1, 1.0))
+    wanted = ledger.harm(0).dropna()
+    counted, harms = harm_of(values)
+    assert np.flatnonzero(counted).tolist() == wanted["id"].tolist()
+    np.testing.assert_allclose(harms, wanted["harm"], rtol=1e-12)
+
+
+def test_the_method_is_the_function(capsys):
+    run = watched(steps=0, keep_open=True)
+    assert run.log_to(every=1) is run and len(run.tally.listeners) == 1
     run.close()

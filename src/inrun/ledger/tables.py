@@ -252,6 +252,21 @@ def _harm_sql(k: int) -> str:
         GROUP BY id) ORDER BY id"""
 
 
+def harm_of(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Harm of one step, the obvious way, from its values [Q, B]: the examples that count and what
+    each gets, summed over targets. What the query above sums over the steps."""
+    finite = np.isfinite(values)
+    y = np.where(finite, values, np.nan)
+    spread = np.full(len(y), np.nan)
+    some = finite.any(axis=1)
+    spread[some] = np.nanstd(y[some], axis=1)
+    largest = np.where(finite, np.abs(values), 0).max(axis=1, initial=0)
+    counts = finite & (spread > ROUNDING * largest)[:, None]
+    hurt = np.where(counts, np.maximum(-y / np.where(spread > 0, spread, 1)[:, None], 0), 0)
+    counted = counts.any(axis=0)
+    return counted, hurt.sum(axis=0)[counted]
+
+
 @contextlib.contextmanager
 def connect(threads: int | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
     """DuckDB in memory, limited, spilling to a temporary folder, closed off from the rest."""

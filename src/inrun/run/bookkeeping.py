@@ -18,6 +18,7 @@ from torch import Tensor
 from inrun.errors import BatchError
 from inrun.gradients import Form
 from inrun.ledger.entries import Ledger, StepEntry, step_row
+from inrun.ledger.tables import harm_of
 from inrun.scoring.conclude import Pending, StepResult
 
 
@@ -263,6 +264,7 @@ class Tally:
         self.listeners: list[Callable[[Tally], None]] = []
         self.closers: list[Callable[[], None]] = []
         self.by_id: dict[Any, float] | None = None  # kept only when somebody asks for ids
+        self.harm_by_id: dict[Any, float] | None = None  # likewise
         self.reset()
 
     def reset(self) -> None:
@@ -272,6 +274,8 @@ class Tally:
         self.loss = float("nan")
         if self.by_id is not None:
             self.by_id = {}
+        if self.harm_by_id is not None:
+            self.harm_by_id = {}
 
     @property
     def explained(self) -> float:
@@ -299,6 +303,10 @@ class Tally:
                 values = entry.values[0].mean(axis=0) * entry.weight
                 for key, value in zip(entry.ids.tolist(), values.tolist(), strict=True):
                     self.by_id[key] = self.by_id.get(key, 0.0) + value
+            if self.harm_by_id is not None:
+                counted, harms = harm_of(entry.values[0])
+                for key, harm in zip(entry.ids[counted].tolist(), harms.tolist(), strict=True):
+                    self.harm_by_id[key] = self.harm_by_id.get(key, 0.0) + harm
         for listener in self.listeners:
             listener(self)
 
@@ -306,6 +314,11 @@ class Tally:
         for closer in self.closers:
             closer()
         self.listeners, self.closers = [], []
+
+    def suspects(self, n: int) -> list[tuple[Any, float, float]]:
+        """The n examples of most harm so far: id, harm, value. The first rows of ``run.harm()``."""
+        ranked = sorted((self.harm_by_id or {}).items(), key=lambda item: -item[1])
+        return [(key, harm, (self.by_id or {}).get(key, 0.0)) for key, harm in ranked[:n]]
 
     def lowest(self, n: int) -> list[tuple[Any, float]]:
         """The n examples of lowest value so far."""

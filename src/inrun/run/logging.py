@@ -1,4 +1,5 @@
-"""One line that says how a run is doing, and the same numbers for TensorBoard and W&B.
+"""One line that says how a run is doing, and the same numbers for TensorBoard, W&B, MLflow and
+trackio, with a table of suspects.
 
 ``Run`` keeps running sums (``Tally``), so that nothing here reads the ledger during training.
 """
@@ -8,6 +9,8 @@ from __future__ import annotations
 import html
 import importlib
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -30,6 +33,10 @@ class Summary:
     def _repr_html_(self) -> str:
         return f"<code>inrun</code> {html.escape(self.tally.line())}"
 
+    def log_to(self, **options: Any) -> Any:
+        """``run.log_to(wandb=True)``: the same as ``inrun.log(run, wandb=True)``."""
+        return log(self, **options)  # type: ignore[arg-type]
+
 
 def log(
     run: Run,
@@ -38,7 +45,10 @@ def log(
     line: bool | None = None,
     tensorboard: Any = None,
     wandb: Any = None,
+    mlflow: Any = None,
+    trackio: Any = None,
     lowest: int = 5,
+    suspects: int = 10,
 ) -> Run:
     """Say every so many steps how the run is doing. Call it once, after ``watch``.
 
@@ -49,8 +59,12 @@ def log(
             nothing else to log to.
         tensorboard: a folder, or your own ``SummaryWriter``.
         wandb: True for the current Weights & Biases run (or a new one), or your own run.
+        mlflow: True for MLflow's active run (or a new one).
+        trackio: True for trackio's current run, or the name of a project to begin one in.
         lowest: how many of the lowest ids to name; 0 none. Logged are the explained share, the
             sum of values, batch and momentum share, the validation loss and these ids.
+        suspects: rows of the live table of suspects, the examples of most harm so far with their
+            harm and value; 0 none.
 
     Returns:
         The run, so that ``run = inrun.log(inrun.watch(...))`` works.
@@ -60,13 +74,15 @@ def log(
     tally, sinks = run.tally, []
     if tensorboard is not None:
         writer, ours = _tensorboard(tensorboard)
-        sinks.append(lambda t: _to_tensorboard(writer, t, lowest))
+        sinks.append(lambda t: _to_tensorboard(writer, t, lowest, suspects))
         tally.closers.append(writer.close if ours else writer.flush)
-    if wandb is not None and wandb is not False:
-        target = _wandb() if wandb is True else wandb
-        sinks.append(lambda t: target.log(_scalars(t) | _named(t, lowest)))
-    if sinks and lowest and tally.by_id is None:
+    for sink in (_of_wandb(wandb), _of_mlflow(mlflow), _of_trackio(trackio)):
+        if sink is not None:
+            sinks.append(partial(sink, lowest=lowest, suspects=suspects))
+    if sinks and (lowest or suspects) and tally.by_id is None:
         tally.by_id = {}
+    if sinks and suspects and tally.harm_by_id is None:
+        tally.harm_by_id = {}
     if line or (line is None and not sinks):
         printer = LinePrinter(sys.stdout)
         sinks.append(lambda t: printer.show(t.line()))
@@ -125,30 +141,92 @@ def _named(t: Tally, n: int) -> dict[str, Any]:
     return {"inrun/lowest ids": names, "inrun/lowest value": found[0][1]}
 
 
-def _to_tensorboard(writer: Any, t: Tally, lowest: int) -> None:
+COLUMNS = ["id", "harm", "value"]  # of the table of suspects
+Sink = Callable[..., None]  # (tally, lowest=, suspects=)
+
+
+def _rows(t: Tally, n: int) -> list[list[Any]]:
+    from inrun.console import safe
+
+    return [[safe(key, 100), harm, value] for key, harm, value in t.suspects(n)]
+
+
+def _markdown(rows: Sequence[Sequence[Any]]) -> str:
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---|---|---|"]
+    for key, harm, value in rows:
+        name = str(key).replace("|", "\\|")
+        lines.append(f"| {name} | {harm:.3g} | {value:.3g} |")
+    return "\n".join(lines)
+
+
+def _to_tensorboard(writer: Any, t: Tally, lowest: int, suspects: int) -> None:
     for name, value in (_scalars(t) | _named(t, lowest)).items():
         if isinstance(value, str):
             writer.add_text(name, value, t.last)
         elif name != "inrun/step":
             writer.add_scalar(name, value, t.last)
+    if rows := _rows(t, suspects):
+        writer.add_text("inrun/suspects", _markdown(rows), t.last)
 
 
 def _tensorboard(target: Any) -> tuple[Any, bool]:
     """A writer, and whether we opened it and so must close it."""
     if not isinstance(target, (str, Path)):
         return target, False
-    try:
-        module = importlib.import_module("torch.utils.tensorboard")
-    except ImportError:
-        raise ImportError(
-            "TensorBoard is not installed: pip install 'inrun[tensorboard]'"
-        ) from None
+    module = _library("torch.utils.tensorboard", "TensorBoard", "tensorboard")
     return module.SummaryWriter(str(target)), True
 
 
-def _wandb() -> Any:
+def _of_wandb(target: Any) -> Sink | None:
+    if target is None or target is False:
+        return None
+    if target is True:
+        wandb = _library("wandb", "Weights & Biases", "wandb")
+        target = wandb.run or wandb.init()
+    return _with_table(target.log, "wandb")
+
+
+def _of_trackio(target: Any) -> Sink | None:
+    if target is None or target is False:
+        return None
+    if target is True or isinstance(target, str):
+        trackio = _library("trackio", "trackio", "trackio")
+        target = trackio if target is True else trackio.init(project=target)
+    return _with_table(target.log, "trackio")
+
+
+def _with_table(send: Callable[[dict[str, Any]], Any], library: str) -> Sink:
+    """For a ``log`` that takes numbers, texts and the library's own ``Table``."""
+
+    def sink(t: Tally, lowest: int, suspects: int) -> None:
+        content = _scalars(t) | _named(t, lowest)
+        if rows := _rows(t, suspects):
+            table = getattr(sys.modules.get(library), "Table", None)
+            keyed = [[str(key), harm, value] for key, harm, value in rows]
+            shown = _markdown(rows) if table is None else table(columns=COLUMNS, data=keyed)
+            content["inrun/suspects"] = shown
+        send(content)
+
+    return sink
+
+
+def _of_mlflow(target: Any) -> Sink | None:
+    if target is None or target is False:
+        return None
+    mlflow = _library("mlflow", "MLflow", "mlflow") if target is True else target
+
+    def sink(t: Tally, lowest: int, suspects: int) -> None:
+        content = _scalars(t) | _named(t, lowest)
+        scalars = {k: v for k, v in content.items() if not isinstance(v, str) and "step" not in k}
+        mlflow.log_metrics(scalars, step=t.last)
+        if rows := _rows(t, suspects):
+            mlflow.log_text(_markdown(rows), "inrun/suspects.md")  # replaces the one before
+
+    return sink
+
+
+def _library(module: str, name: str, extra: str) -> Any:
     try:
-        wandb = importlib.import_module("wandb")
+        return importlib.import_module(module)
     except ImportError:
-        raise ImportError("Weights & Biases is not installed: pip install 'inrun[wandb]'") from None
-    return wandb.run or wandb.init()
+        raise ImportError(f"{name} is not installed: pip install 'inrun[{extra}]'") from None

@@ -22,6 +22,7 @@ from inrun.run.refusals import (
     named_targets,
 )
 from inrun.run.run import Run
+from inrun.run.wrapped import unwrapped
 from inrun.validation.validator import Loss, Validator
 
 
@@ -55,7 +56,7 @@ def watch(
     Args:
         model: the model that is trained.
         optimizer: the optimizer whose ``step()`` trains it; its class needs a rule
-            (docs/optimizers.md).
+            (docs/optimizers.md). What ``accelerator.prepare`` returns is taken, too.
         validation: a loader or list of batches; the loss on them is what examples are valued by.
             It is cycled, ``per_step`` batches at each step, in its own order. A dataset of rows
             (torch's, Hugging Face's) is taken in batches of 32, if its rows need no padding.
@@ -86,12 +87,14 @@ def watch(
         memory_limit: bytes the captures of one step may take; by default what is free.
         max_norm: the norm gradients are clipped to, if they are; otherwise it is recognised, at
             the latest from the second clipped step on (docs/method.md).
-        scaler: the ``GradScaler``, needed only if gradients are also clipped by norm.
+        scaler: the ``GradScaler``, needed only if gradients are also clipped by norm; that of a
+            prepared optimizer of Accelerate is found.
         seed: of the validation order of shuffling loaders and of ``every``.
 
     Returns:
         A :class:`Run`, also a context manager that closes itself.
     """
+    optimizer, scaler = unwrapped(optimizer, scaler)
     data = named_targets(validation, targets)
     check_choices(training, form, per_step, every)
     names = check_estimators(estimator, point)

@@ -92,6 +92,7 @@ _MOVE_RULES: dict[str, MoveRule] = {
     **dict.fromkeys(SEQUENCES, products.recurrent),
     **dict.fromkeys(CELLS, products.cell),
     "copy": places.copied,
+    "diff": places.diff,
     "stack": places.stack,
     "flip": places.flip, "fliplr": places.fixed_flip(1), "flipud": places.fixed_flip(0),
     "roll": places.roll,

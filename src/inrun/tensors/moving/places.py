@@ -80,6 +80,20 @@ def along(move: Move) -> Tensor | Kind:
     return gathered(move, m, x.shape, dims[0], chosen)
 
 
+def diff(move: Move) -> Tensor | Kind:
+    """``torch.diff`` of positions, which begin again with each document: a difference of neighbours
+    keeps the owner of the later one, where it lies. (Of numbers with gradients it is nobody's.)"""
+    x, n = move.first, move.given(1, "n", default=1)
+    dim = move.given(2, "dim", default=-1) % x.ndim
+    ends = [move.given(k, name, default=None) for k, name in ((3, "prepend"), (4, "append"))]
+    m = move.find(x)
+    if m is None or m.shape[dim] == 1 or x.is_floating_point() or x.is_complex():
+        return along(move)
+    parts = [t for t in (ends[0], x, ends[1]) if t is not None]
+    owners = torch.cat([expanded(move.map_of(t), t.shape) for t in parts], dim)
+    return owners.narrow(dim, n, owners.shape[dim] - n)
+
+
 # Dimensions moved, cut, repeated
 
 
