@@ -15,7 +15,7 @@ def test_an_estimator_is_a_map_and_a_point():
     assert Estimator.parse("secant", None) == Estimator("secant", "secant", "midpoint")
     assert Estimator.parse("secant", "current").point == "current"
     assert Estimator.parse("secant+gauss2", "current").point == "gauss2"
-    with pytest.raises(ValueError, match="'newton' is not known: use secant, tangent, sgd"):
+    with pytest.raises(ValueError, match="'newton' is not known: use shapley, secant, tan"):
         Estimator.parse("newton", None)
     with pytest.raises(ValueError, match="'end' is not known: use current, midpoint, gauss2"):
         Estimator.parse("secant+end", None)

@@ -152,14 +152,14 @@ def check_estimators(estimator: str | Sequence[str], point: str | None) -> tuple
     names = (estimator,) if isinstance(estimator, str) else tuple(estimator)
     if not names:
         raise ValueError("estimator=[] records nothing: name at least one, as 'secant'")
-    meaning: dict[tuple[str, str], str] = {}
+    meaning: dict[tuple[str, str, bool], str] = {}
     for name in names:
         if not isinstance(name, str):
             raise ValueError(f"estimator {name!r} is a {type(name).__name__}: use strings")
         if name.endswith("+"):
             raise ValueError(f"estimator {name!r} names no point after the plus")
         found = Estimator.parse(name, point)
-        same = meaning.setdefault((found.kind, found.point), name)
+        same = meaning.setdefault((found.kind, found.point, found.sampled), name)
         if same is not name or names.count(name) > 1:
             raise ValueError(
                 f"the estimators {same!r} and {name!r} are the same ({found.kind} at the "

@@ -119,6 +119,11 @@ class Columns:
         return Tokens(sizes, values[:, :, own][:, :, order].astype(np.float32), kept)
 
 
+def best(values: Tensor, sampled: Tensor | None) -> Tensor:
+    """The values [E, Q, C], from sampled coalitions where there are such."""
+    return values if sampled is None else torch.where(sampled.isnan(), values, sampled)
+
+
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """One after the other, on the device of one that is not in host memory."""
     device = next((t.device for t in tensors if not t.is_cpu), tensors[0].device)
@@ -178,12 +183,14 @@ class Conclusion:
         whose: Columns, *, values: np.ndarray, expected: np.ndarray, losses: np.ndarray,
         finite: np.ndarray, missed: np.ndarray, flags: np.ndarray,
         columns: np.ndarray | None = None, inputs: np.ndarray | None = None,
+        sampled: np.ndarray | None = None,
     ) -> StepResult:  # fmt: skip
         """The result of a step from its numbers on the host.
 
         ``advice`` says what to do by reason; ``flags`` are up or down in the same order, and one
         that is up makes the step void. ``columns`` and ``inputs`` come from the device
-        (``Columns.moving``).
+        (``Columns.moving``). ``sampled``: values to take instead, where they are not NaN
+        (coalitions.py); what adds up are those of the linear maps.
         """
         if not finite:
             return StepResult(void=NOT_FINITE)
@@ -198,6 +205,8 @@ class Conclusion:
         own = whose.by_example(values, columns)
         if self.add_up(step, tolerance, own, expected):
             tokens = whose.tokens(values, columns, inputs)
+            if sampled is not None:
+                own = whose.by_example(np.where(np.isnan(sampled), values, sampled), columns)
             return StepResult(own[..., :-1], None, audit, float(missed), own[..., -1], tokens)
         return self.void(step, NOT_ADDING_UP, self.message)
 

@@ -50,21 +50,29 @@ MAPS = {
 }
 
 
+# Estimators that sample coalitions while the update map bends (coalitions.py): the map they use.
+SAMPLED = {"shapley": "secant"}
+
+
 @dataclass(frozen=True)
 class Estimator:
-    """One estimator of a run: ``kind`` is a name of ``MAPS``, ``point`` one of ``POINTS``."""
+    """One estimator of a run: ``kind`` is a name of ``MAPS``, ``point`` one of ``POINTS``, and
+    ``sampled`` says whether coalitions are sampled while the update map bends."""
 
     name: str
     kind: str
     point: str
+    sampled: bool = False
 
     @staticmethod
     def parse(text: str, point: str | None) -> Estimator:
         """``"secant"``, or with a point of its own: ``"secant+gauss2"``."""
-        kind, _, own = text.partition("+")
+        name, _, own = text.partition("+")
+        kind = SAMPLED.get(name, name)
         if kind not in MAPS:
-            raise ValueError(f"estimator {text!r} is not known: use {', '.join(MAPS)}")
+            known = ", ".join([*SAMPLED, *MAPS])
+            raise ValueError(f"estimator {text!r} is not known: use {known}")
         point = own or point or MAPS[kind].default_point
         if point not in POINTS:
             raise ValueError(f"point {point!r} is not known: use {', '.join(POINTS)}")
-        return Estimator(text, kind, point)
+        return Estimator(text, kind, point, name in SAMPLED)

@@ -39,6 +39,7 @@ from inrun.ledger.entries import Audit
 from inrun.optimizers import rule_for
 from inrun.optimizers.base import LinearMap, Scale, has_own_rule
 from inrun.scoring.clipping import Clipping, ClippingWatch, Unrecognised
+from inrun.scoring.coalitions import Sampling
 from inrun.scoring.conclude import (
     NOT_FINITE,
     OTHER_STEP,
@@ -47,6 +48,7 @@ from inrun.scoring.conclude import (
     Conclusion,
     Pending,
     StepResult,
+    best,
 )
 from inrun.scoring.contraction import Direction, cancelling, components, contract, group_values
 from inrun.scoring.estimators import MAPS, POINTS, Estimator
@@ -117,6 +119,7 @@ class Scorer:
         self.accumulated = Accumulated()
         self.conclusion = Conclusion(self.targets)
         self._clipping = ClippingWatch(max_norm)
+        self._sampling = Sampling(estimators, self.rule)
         self._weights_memory = PathBuffers()
         self._candidates: set[str] = set()  # vectors that may cancel
         self._looked_at: Any = None  # the state of the model when they were looked for
@@ -152,7 +155,8 @@ class Scorer:
             if not self.conclusion.verified:
                 self._refuse_sums(step, numbers, columns)
             if check is not None:
-                self._check(check, step, ids, columns.on_host(numbers["values"][0]), clipping)
+                own = best(numbers["values"], numbers.get("sampled"))[0]
+                self._check(check, step, ids, columns.on_host(own), clipping)
             if audit:
                 for point in (None, 0.0):
                     with path.weights(point):
@@ -336,6 +340,12 @@ class Scorer:
                         C = clipping if splits else step.clipping
                         values[e, qs] = C.apply(inner, sums, aligned)
                         numbers["expected"][e, qs] = sums * C.common
+            if self._sampling.wanted(list(step.G), step.micros, step.audit):
+                names = dict(zip(step.places, step.G, strict=True))
+                self._sampling.fill(
+                    numbers, qs, at, path.packs, names, step.micros, step.clipping,
+                    self._others(), step.number,
+                )  # fmt: skip
         return clipping
 
     def _gradients(

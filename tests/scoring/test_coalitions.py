@@ -1,0 +1,174 @@
+"""While the update map bends, values come from sampled orders of the examples."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import inrun
+from helpers.optimizer_zoo import OPTIONS
+from inrun.optimizers import rule_for
+from inrun.scoring import coalitions
+
+X = torch.randn(400, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+Y = (X[:, :3].argmax(1) + (X[:, 3] > 0)) % 3
+
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def watched(optimizer=torch.optim.AdamW, estimator="shapley", lr=3e-3, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+    made = optimizer(model.parameters(), lr=lr)
+    run = inrun.watch(model, made, validation=[(X[300:], Y[300:])], loss=loss,
+                      estimator=estimator, audit_every=0, **options)  # fmt: skip
+    return run, model, made
+
+
+def step(run, model, optimizer, n, B=6, clip=None, pieces=1, penalty=0.0):
+    rows = torch.arange(n * B, (n + 1) * B) % 300
+    for own in rows.chunk(pieces):
+        with run.batch(own.tolist()):
+            part = loss(model, (X[own], Y[own])) / pieces
+            if penalty:
+                part = part + penalty * sum(p.square().sum() for p in model.parameters())
+            part.backward()
+    if clip:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+ELEMENTWISE = [c for c in OPTIONS if rule_for(c.cls([torch.zeros(2)], **c.options)).elementwise]
+
+
+@pytest.mark.parametrize("case", ELEMENTWISE, ids=str)
+def test_an_elementwise_update_of_many_gradients_at_once_is_that_of_each(case):
+    for optimizer, at in case.moments():
+        rule = rule_for(optimizer)
+        if at.g.ndim != 1:
+            continue
+        many = torch.stack([at.g, -at.g, 0.1 * at.g, torch.zeros_like(at.g)])
+        found = rule.update(many, at.w, at.s, at.o)
+        for g, own in zip(many, found, strict=True):
+            torch.testing.assert_close(own, rule.update(g, at.w, at.s, at.o), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "how"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"clip": 0.05}),
+        (torch.optim.AdamW, {"pieces": 3}),
+        (torch.optim.AdamW, {"penalty": 0.05}),
+        (torch.optim.RMSprop, {}),
+        (torch.optim.NAdam, {}),
+    ],
+    ids=str,
+)
+def test_first_steps_match_exact_shapley_values(optimizer, how, capsys):
+    found = {"shapley": {}, "secant": {}}
+    for estimator, checks in found.items():
+        run, model, made = watched(optimizer, estimator)
+        for n in range(6):
+            if n in (0, 2, 5):
+                checks[n] = run.check()
+            step(run, model, made, n, B=5, **how)
+    for n, check in found["shapley"].items():
+        assert check.pearson > 0.99
+        assert check.relative_error < (0.15 if n < 3 else 0.05)
+        assert check.sum_error < 0.04
+    assert how or max(c.relative_error for c in found["secant"].values()) > 0.3  # not easy
+
+
+def test_all_orders_are_the_shapley_value_of_the_update(monkeypatch):
+    """With all orders of 4 examples, nothing is left to chance: compare with the definition."""
+    orders = iter([torch.tensor(p) for p in itertools.permutations(range(4))])
+    monkeypatch.setattr(coalitions, "MOST", 24)
+    monkeypatch.setattr(coalitions, "LEAST", 24)
+    monkeypatch.setattr(torch, "randperm", lambda n, generator: next(orders))
+    run, model, optimizer = watched()
+    rows = torch.arange(4)
+    grads = []
+    for i in rows:
+        model.zero_grad()
+        (loss(model, (X[i : i + 1], Y[i : i + 1])) / 4).backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    model.zero_grad()
+
+    def update(S):
+        g = sum((grads[i] for i in S), torch.zeros_like(grads[0]))
+        return 3e-3 * g / (g.abs() + 1e-8)
+
+    w = torch.cat([p.detach().flatten() for p in model.parameters()])
+    middle = w * (1 - 3e-3 * 0.01) - update(range(4)) / 2
+    nn.utils.vector_to_parameters(middle, list(model.parameters()))
+    v = torch.autograd.grad(loss(model, (X[300:], Y[300:])), list(model.parameters()))
+    v = torch.cat([x.flatten() for x in v])
+    nn.utils.vector_to_parameters(w, list(model.parameters()))
+    exact = np.zeros(4)
+    for order in itertools.permutations(range(4)):
+        for k, i in enumerate(order):
+            exact[i] += float(v @ (update(order[: k + 1]) - update(order[:k]))) / 24
+    step(run, model, optimizer, 0, B=4)
+    np.testing.assert_allclose(run.values()["value"], exact, rtol=1e-9, atol=1e-15)
+
+
+def test_values_add_up_to_what_the_secant_adds_up_to():
+    sums = {}
+    for estimator in ("shapley", "secant"):
+        run, model, optimizer = watched(estimator=estimator)
+        for n in range(3):
+            step(run, model, optimizer, n)
+        sums[estimator] = run.steps()["sum"].to_numpy()
+    np.testing.assert_allclose(sums["shapley"], sums["secant"], rtol=1e-9)
+
+
+def test_sampling_ends_when_the_map_is_nearly_linear_and_is_looked_at_again(monkeypatch):
+    asked = []
+    sample = coalitions.sampled_values
+    monkeypatch.setattr(coalitions, "sampled_values", lambda *a: asked.append(1) or sample(*a))
+    run, model, optimizer = watched(lr=1e-4)
+    run_length = 0
+    while True:
+        before = len(asked)
+        step(run, model, optimizer, run_length)
+        run_length += 1
+        if len(asked) == before:
+            break
+        assert run_length < 300
+    assert run_length > 5
+    for n in range(3):
+        step(run, model, optimizer, n)
+    assert len(asked) == run_length - 1
+    model[0].weight.requires_grad_(False)  # another set of parameters: its update may bend
+    step(run, model, optimizer, 0)
+    assert len(asked) == run_length
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adafactor])
+def test_without_an_elementwise_update_that_bends_it_is_the_secant(optimizer):
+    found = []
+    for estimator in ("shapley", "secant"):
+        run, model, made = watched(optimizer, estimator)
+        for n in range(2):
+            step(run, model, made, n)
+        found.append(run.values())
+    assert found[0].equals(found[1])
+
+
+def test_wrong_gradients_are_still_seen():
+    """What is sampled always adds up; the sum check is that of the linear map."""
+    run, model, optimizer = watched()
+    step(run, model, optimizer, 0)
+    with run.batch(range(6)):
+        loss(model, (X[:6], Y[:6])).backward()
+    model[0].bias.grad[0] += 1.0
+    with pytest.warns(UserWarning):
+        optimizer.step()
+    assert run.steps()["void"].iloc[-1]
