@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from inrun.gradients.nodes import Node, directions
 from inrun.gradients.records import wide
 from inrun.optimizers.base import LinearMap, Scale
 from inrun.scoring import contraction_kernel
+from inrun.scoring.uses import Direction, add_uses
 from inrun.validation.sweep import Gradients
 
 MEMORY = 2**28  # numbers of the directions of several targets that are held at a time
@@ -30,22 +30,6 @@ NODE_MEMORY = 2**26  # the same for a tensor that is made of parameters
 _LONG = 4  # numbers: so many are below four times bfloat16's rounding once in a million times
 _SMALL = 2**14  # numbers: so few are copied sooner than multiplied on their own
 Products = tuple[Tensor, Tensor]  # ⟨u_q, g_i⟩ [Q, B] and ⟨u_q, G⟩ [Q]
-
-
-@dataclass(eq=False)
-class Direction:
-    """u_q of one parameter for Q targets: K ⊙ v_q, or v_q where there is no factor K."""
-
-    v: Tensor  # [Q, *W]
-    K: Tensor | None = None
-    _full: Tensor | None = field(default=None, init=False, repr=False)
-
-    @property
-    def full(self) -> Tensor:
-        """u itself, computed when it is first asked for [Q, *W]."""
-        if self._full is None:
-            self._full = wide(self.v) if self.K is None else self.K * self.v
-        return self._full
 
 
 def group_values(
@@ -169,12 +153,8 @@ def contract(
                 else:
                     found = _products(node, record.to(device), u)
                     total[:, : found.shape[1]] += found
-        kinds: dict[Any, list[tuple[str, Tensor]]] = {}
-        by_kernel = contraction_kernel.usable_rows([rows for _, rows in dense])
-        for (k, rows), kernel in zip(dense, by_kernel, strict=True):
-            kind = kernel, len(rows), rows.dtype, u[k].v.dtype, G[k].dtype
-            kinds.setdefault(kind, []).append((k, rows))
-        for (kernel, *_), pairs in kinds.items():
+        add_uses(total, micro.uses, u)
+        for kernel, pairs in _kinds(dense, u, G):
             names = [k for k, _ in pairs]
             with_G = covered.isdisjoint(names)
             if kernel:
@@ -186,11 +166,23 @@ def contract(
                 expected += found[:, -1]
                 covered.update(names)
         values.append(total)
-    for k, d in u.items():
-        if k not in covered:
-            full = _side_by_side([d.full])
-            expected += (full @ _row([G[k]], full.dtype)).double()
+    rest = [(k, G[k][None]) for k in u if k not in covered]  # the batch as one example
+    for kernel, pairs in _kinds(rest, u, G):
+        expected += (_kernel_products if kernel else joined_products)(pairs, u, None)[:, 0]
     return torch.cat(values, dim=1), expected
+
+
+def _kinds(
+    rows: Sequence[tuple[str, Tensor]], u: Mapping[str, Direction], G: Mapping[str, Tensor]
+) -> Iterator[tuple[bool, list[tuple[str, Tensor]]]]:
+    """Gradients that can be contracted together, and whether the Triton kernel can do it."""
+    kinds: dict[Any, list[tuple[str, Tensor]]] = {}
+    by_kernel = contraction_kernel.usable_rows([x for _, x in rows])
+    for (k, x), kernel in zip(rows, by_kernel, strict=True):
+        kind = kernel, len(x), x.dtype, u[k].v.dtype, G[k].dtype
+        kinds.setdefault(kind, []).append((k, x))
+    for (kernel, *_), pairs in kinds.items():
+        yield kernel, pairs
 
 
 def _products(node: Node, record: Record, u: Mapping[str, Direction]) -> Tensor:
@@ -264,7 +256,7 @@ def components(names: Iterable[str], micros: Sequence[MicroBatch]) -> list[list[
     """Parameters that must be scored together because one tensor is made of several of them."""
     group = {k: {k} for k in names}
     for micro in micros:
-        for node in micro.records:
+        for node in micro.met_nodes:
             joined = set().union(*(group[k] for k in node.roots if k in group))
             for k in joined:
                 group[k] = joined

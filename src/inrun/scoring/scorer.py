@@ -246,7 +246,7 @@ class Scorer:
 
     def _refuse_unseen(self, names: Iterable[str], micros: list[MicroBatch]) -> None:
         """Raise if a parameter has a gradient but was not captured."""
-        seen = {r for m in micros for node in m.records for r in node.roots}
+        seen = {r for m in micros for node in m.met_nodes for r in node.roots}
         unseen = [k for k in names if k not in seen]
         if unseen:
             raise CaptureError(
