@@ -17,8 +17,8 @@ from inrun.gradients.embedding import Lookup
 from inrun.gradients.nodes import Node
 from inrun.gradients.owned import Owned, Positions, by_owner
 from inrun.gradients.records import Pair, Replay
-from inrun.gradients.use import Use, signs_for
-from inrun.tensors.autocast import Autocast, no_autocast
+from inrun.gradients.use import Use
+from inrun.tensors.autocast import Autocast
 from inrun.tensors.layout import Layout
 from inrun.tensors.owners import Owners, on_one_device
 from inrun.torch_compat import version_of
@@ -44,7 +44,7 @@ class Choice:
             return False
         N, T, I = record.a.shape  # noqa: E741
         O, a = record.delta.shape[-1], record.a  # noqa: E741
-        layer = Layer(B, N * T // B, I, O, a.dtype, a.device.type, self.directions)
+        layer = Layer(B, N * T // B, I, O, a.dtype, a.device.type, self.directions, eager=True)
         return self.form == "materialise" or materialise(layer, self.fast)
 
 
@@ -194,17 +194,19 @@ class MicroBatch:
             yield node, records
 
     def _of(self, params: Collection[str] | None) -> Iterator[tuple[Node, list[Record]]]:
-        """The records of these parameters themselves (None: of everything). The uses of some are
-        left as they are."""
-        if params is None:
-            yield from self.records.items()
-            return
-        asked = [n for n in self._records if n.param is not None and n.name in params]
-        own = set(asked)
-        some = [use for use in self.uses if any(n in own for _, n in use.linear.operands)]
-        made = [x for use in some for x in use.records()]
-        for node in asked:
-            yield node, self._records[node] + [record for own, record in made if own is node]
+        """The records of these parameters themselves (None: of everything). Those of uses are made
+        for this time only: the uses stay."""
+        found = {
+            n: list(records)
+            for n, records in self._records.items()
+            if params is None or (n.param is not None and n.name in params)
+        }
+        for use in self.uses:
+            if any(node in found for _, node in use.linear.operands):
+                for node, record in use.records():
+                    if node in found:
+                        found[node].append(record)
+        yield from found.items()
 
     def _merged(self, record: Record) -> Record:
         """The positions of each example added up."""
@@ -226,13 +228,7 @@ class MicroBatch:
 
     def energy(self) -> float:
         """Σ_i ‖g_i‖², up to a few per cent: see ``Record.energy``."""
-        own = self.uses if self.slots is None else []
-        self.uses = self.uses if self.slots is not None else []
         parts = [r.energy().double() for _, records in self.by_example() for r in records]
-        if own:
-            self.uses, signs = own, signs_for(own)
-            with no_autocast(signs.device.type):
-                parts += [use.energy(signs).double() for use in own]
         return float(torch.stack([x.to(parts[0].device) for x in parts]).sum())
 
 
@@ -253,7 +249,7 @@ class Keeper:
         self.directions, self.offload = directions, offload
         self.check_memory, self.on_first_gradient = check_memory, on_first_gradient
         self.coverage: dict[str, set[tuple[str, str]]] = {}  # operations and forms by parameter
-        self._covered: set[tuple[frozenset[str], str, type]] = set()
+        self._covered: set[tuple[frozenset[str], str, str]] = set()
 
     def receive(
         self, micro: MicroBatch, site: Site, call: Call, delta: Any, loose: Sequence[int],
@@ -263,7 +259,7 @@ class Keeper:
         self.first_gradient(micro)
         if awaited is not None and not self.offload:
             use = awaited.use(delta)
-            self._cover(call.name, [(node, Use) for _, node in use.linear.operands])
+            self._cover(call.name, "remembered", [node for _, node in use.linear.operands])
             self.check_memory(micro.remember(use, awaited))
             return []
         pairs = site.lasting(call, delta, loose)
@@ -282,15 +278,15 @@ class Keeper:
         for node, record in pairs:
             if call.positions is not None:
                 record = by_owner(record, call.positions, call.form == "materialise")
-            self._cover(call.name, [(node, type(record))])
+            self._cover(call.name, type(record).__name__.lower(), [node])
             if self.offload:
                 record = record.map(lambda t: t.to("cpu", non_blocking=False))
             self.check_memory(micro.add(node, record, self.directions))
 
-    def _cover(self, name: str, found: Sequence[tuple[Node, type]]) -> None:
-        """Note the operation and the form in which nodes were met."""
-        for node, kind in found:
-            if (node.roots, name, kind) not in self._covered:
-                self._covered.add((node.roots, name, kind))
+    def _cover(self, name: str, form: str, nodes: Sequence[Node]) -> None:
+        """Note the operation in which nodes were met, and the form of what is kept."""
+        for node in nodes:
+            if (node.roots, name, form) not in self._covered:
+                self._covered.add((node.roots, name, form))
                 for root in node.roots:
-                    self.coverage.setdefault(root, set()).add((name, kind.__name__.lower()))
+                    self.coverage.setdefault(root, set()).add((name, form))

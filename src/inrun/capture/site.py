@@ -26,11 +26,10 @@ from inrun.capture.tap import (
     Receive,
     apply_tap,
     apply_tap_of_several,
-    await_delta,
+    awaited,
     device_of,
     fused_op,
     run_fused,
-    source_of,
     tapped,
 )
 from inrun.errors import refusal
@@ -224,10 +223,9 @@ class Taps:
         kept = () if blocks is None or packed else _kept_by(out, site.kept)
         call = call.with_(leaves=saved, autocast=current(device), blocks=blocks, kept=kept)
         if site.linear is not None and site.origin is not None and not packed:
-            source = source_of(out)  # packed: activations are dropped and recomputed, not kept
-            if source is not None:
-                await_delta(source, call, site, receive)
-                return out, call
+            found = awaited(out, call, site, receive)  # packed: activations are not to be kept
+            if found is not None:
+                return found, call
         extras = () if self.probe else [leaves[i] for i in site.summed]
         trigger = self.trigger if self.probe else None
         return tapped(self.apply, out, call, site, receive, trigger, extras), call

@@ -220,16 +220,16 @@ class Awaited:
     def __call__(self, deltas: tuple[Tensor | None, ...]) -> None:
         delta = deltas[self.output]
         if delta is not None:
-            with DisableTorchFunction():
+            with DisableTorchFunction(), no_autocast(device_of(delta)):
                 refuse_again(self.call, delta)
+                if delta.shape != self.call.shape:
+                    delta = delta.reshape(self.call.shape)
                 self.receive(self.site, self.call, delta, self.loose, self)
 
     def use(self, delta: Tensor) -> Use:
         """What is remembered: ``loose`` leaves are copied, the loop may write to them."""
         site, call, versions = self.site, self.call, self.versions
         assert site.linear is not None
-        if delta.shape != call.shape:
-            delta = delta.reshape(call.shape)
         if self.loose:
             if site.linear.versions(call.leaves) != versions:
                 raise overwritten(call)
@@ -244,19 +244,23 @@ class Awaited:
         self.call = self.call.with_(leaves=())
 
 
-def await_delta(source: Tensor, call: Call, site: Site, receive: Receive) -> None:
-    """Have δ of this tensor, of an operation that has run, handed over in the backward pass."""
-    assert source.grad_fn is not None
-    source.grad_fn.register_prehook(Awaited(call, site, receive, source.output_nr))
+def awaited(out: Tensor, call: Call, site: Site, receive: Receive) -> Tensor | None:
+    """The output of an operation that has run, whose δ will be handed over; None if only a tap can
+    do that.
 
-
-def source_of(out: Tensor) -> Tensor | None:
-    """The tensor whose node every gradient of an operation's output passes, also if that is
-    written to later: itself, or what it is only another shape of. None: it is a view of more."""
+    Every gradient must pass the node, also if the output is written to later: what is only another
+    shape of a fresh tensor is awaited there, and is no view from then on, as with a tap.
+    """
     base = base_of(out)
     if base is None:
-        return out
-    return base if _same_numbers(out, base) else None
+        source = out
+    elif _same_numbers(out, base) and not _saves_output(base):
+        source, out = base, unsafe_view(base, out.shape)
+    else:
+        return None
+    assert source.grad_fn is not None
+    source.grad_fn.register_prehook(Awaited(call, site, receive, source.output_nr))
+    return out
 
 
 # Fused ops

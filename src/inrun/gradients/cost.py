@@ -63,11 +63,11 @@ RATES = {
 # more bytes than so many. For each direction up to so many, gradients may be as many times larger:
 # they save a product.
 MEMORY, SMALL, MANY = 3, 2**26, 8
-# Eager mode: seconds of the host for what inrun does with a layer in either form (GPT-2 of 12 layers:
-# a Xeon, an H200's host). On a GPU also for the layer with all that belongs to it in the training,
-# and what the GPU does for it beside its products, in passes over its narrow side.
+# Eager mode: seconds of the host for what inrun does with a layer in either form (12 layers of
+# GPT-2 on a Xeon; beside an H200). On a GPU also for the layer with all that belongs to it in the
+# training, and what the GPU does for it beside its products, in passes over its numbers.
 EAGER = {"cpu": (6e-5, 1.1e-4), "cuda": (5e-5, 2e-4)}
-HOST, AROUND = 4e-4, 90
+HOST, AROUND = 3e-4, 45
 FEW = 4  # directions for which an operation runs again rather than have its small records made
 TOGETHER = 64  # directions that gradients are read once for (scoring/contraction_kernel.py)
 
@@ -96,8 +96,9 @@ def seconds(layer: Layer, fast: bool, rates: Rates | None = None) -> tuple[float
     by_ghost *= layer.Q
     if layer.device == "cpu":
         return ghost + by_ghost, dense + by_dense
-    narrow = layer.B * layer.T * min(layer.I, layer.O) * layer.dtype.itemsize
-    own = 3 * layer.B * layer.T * layer.I * layer.O / rates.products + AROUND * narrow / rates.bytes
+    tokens = layer.B * layer.T
+    size = tokens * (layer.I + layer.O) * layer.dtype.itemsize
+    own = 3 * tokens * layer.I * layer.O / rates.products + AROUND * size / rates.bytes
     return max(own + ghost, HOST + by_ghost), max(own + dense, HOST + by_dense)
 
 

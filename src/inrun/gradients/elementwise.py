@@ -7,7 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from inrun.gradients.call import Call, present, reduce_to, register_op, replay, replay_leaf, together
+from inrun.gradients.call import (
+    Call,
+    present,
+    reduce_to,
+    register_op,
+    replay,
+    replay_leaf,
+    together,
+)
 from inrun.gradients.records import Aligned, Record, Replay
 from inrun.tensors.layout import Spread
 

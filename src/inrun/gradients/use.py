@@ -24,6 +24,7 @@ from inrun.gradients import cost
 from inrun.gradients.call import Call, OpRule, present
 from inrun.gradients.owned import by_owner
 from inrun.gradients.records import Record, wide
+from inrun.tensors.autocast import no_autocast
 from inrun.tensors.layout import Layout
 from inrun.torch_compat import version_of
 
@@ -37,15 +38,14 @@ class Linear:
 
     leaves: tuple[int, ...]  # linear in these together: parameters, perhaps a frozen bias
     operands: tuple[tuple[int, Any], ...]  # the parameters among them, with their nodes
+    nodes: tuple[Any, ...]
     others: tuple[int, ...]  # tensors that are not parameters
 
     @staticmethod
     def of(call: Call, leaves: tuple[int, ...]) -> Linear:
         operands = [(i, n) for i in leaves if (n := call.nodes[i]) is not None]
-        others = [
-            i for i, x in enumerate(call.leaves) if isinstance(x, Tensor) and i not in leaves
-        ]
-        return Linear(leaves, tuple(operands), tuple(others))
+        others = [i for i, x in enumerate(call.leaves) if isinstance(x, Tensor) and i not in leaves]
+        return Linear(leaves, tuple(operands), tuple(n for _, n in operands), tuple(others))
 
     def versions(self, leaves: Sequence[Any]) -> list[int]:
         """How often each input was written to."""
@@ -62,7 +62,7 @@ class Use:
         rule: makes records of δ.
     """
 
-    __slots__ = ("call", "delta", "linear", "rule", "versions")
+    __slots__ = ("B", "call", "delta", "dtype", "linear", "nodes", "rule", "versions")
 
     def __init__(
         self, call: Call, linear: Linear, delta: Tensor, versions: list[int],
@@ -70,11 +70,9 @@ class Use:
     ) -> None:  # fmt: skip
         self.call, self.linear, self.delta, self.rule = call, linear, delta, rule
         self.versions = [version_of(delta), *versions]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """In which the operation runs again: the range of float16 is too small."""
-        return torch.float32 if self.delta.dtype == torch.float16 else self.delta.dtype
+        self.B, self.nodes, dtype = call.B, linear.nodes, delta.dtype
+        # in which the operation runs again: the range of float16 is too small
+        self.dtype = torch.float32 if dtype == torch.float16 else dtype
 
     @property
     def bytes(self) -> int:
@@ -90,17 +88,17 @@ class Use:
     def along(self, u: Mapping[Any, Tensor]) -> Tensor:
         """op(x; u) [*shape of the output]; ``u`` has directions of some nodes in ``dtype``, the
         others do not move."""
-        linear, dtype = self.linear, self.dtype
-        leaves = list(self.call.leaves)
+        linear, dtype, call = self.linear, self.dtype, self.call
+        leaves = list(call.leaves)
         for i in linear.leaves:
-            d = u.get(self.call.nodes[i])
+            d = u.get(call.nodes[i])
             leaves[i] = torch.zeros_like(leaves[i], dtype=dtype) if d is None else d
         for i in linear.others:
             x = leaves[i]
             if x.dtype != dtype and x.is_floating_point():
                 leaves[i] = x.to(dtype)
-        args, kwargs = self.call.spec.unflatten(leaves)
-        out: Tensor = self.call.func(*args, **kwargs)
+        args, kwargs = (leaves, {}) if not call.spec.keywords else call.spec.unflatten(leaves)
+        out: Tensor = call.func(*args, **kwargs)
         return out
 
     def in_rows(self) -> bool:
@@ -119,25 +117,11 @@ class Use:
     def records(self) -> Pairs:
         """A record of each node, by the operation's rule."""
         self.check()
-        pairs, positions = self.rule(self.call, self.delta), self.call.positions
+        with no_autocast(self.delta.device.type):
+            pairs, positions = self.rule(self.call, self.delta), self.call.positions
         if positions is None:
             return pairs
         return [(node, by_owner(record, positions, False)) for node, record in pairs]
-
-    @property
-    def size(self) -> int:
-        """Numbers of its parameters."""
-        return sum([self.call.leaves[i].numel() for i, _ in self.linear.operands])
-
-    def energy(self, signs: Tensor) -> Tensor:
-        """Σ_i ‖g_i‖², estimated from products with random signs, as ``Record.energy`` does;
-        ``signs`` are at least ``size`` of them."""
-        u, start = {}, 0
-        for i, node in self.linear.operands:
-            W = self.call.leaves[i]
-            u[node] = signs[start : start + W.numel()].view(W.shape).to(self.dtype)
-            start += W.numel()
-        return self.dots(self.along(u)).square().sum()
 
 
 def linear_in(rule: OpRule | None, call: Call, directions: int) -> Linear | None:
@@ -165,11 +149,3 @@ def linear_in(rule: OpRule | None, call: Call, directions: int) -> Linear | None
         if not cost.remember(kept, directions):
             return None
     return Linear.of(call, leaves)
-
-
-def signs_for(uses: Sequence[Use]) -> Tensor:
-    """Random signs for ``Use.energy``, the same in every step."""
-    n, like = max(use.size for use in uses), uses[0].delta
-    generator = torch.Generator(like.device).manual_seed(0)
-    signs = torch.randint(0, 2, (n,), generator=generator, device=like.device)
-    return signs.to(wide(like).dtype).mul_(2).sub_(1)

@@ -19,10 +19,11 @@ from inrun.gradients import Dense, Record
 from inrun.gradients.cost import TOGETHER
 from inrun.gradients.embedding import Lookup
 from inrun.gradients.nodes import Node, directions
-from inrun.gradients.records import wide
+from inrun.gradients.records import Pair, wide
+from inrun.gradients.use import Use
 from inrun.optimizers.base import LinearMap, Scale
 from inrun.scoring import contraction_kernel
-from inrun.scoring.uses import Direction, add_uses
+from inrun.scoring.uses import Direction, Product, add_uses, joined_row_dots
 from inrun.validation.sweep import Gradients
 
 MEMORY = 2**28  # numbers of the directions of several targets that are held at a time
@@ -145,15 +146,18 @@ def contract(
     for micro in micros:
         total = torch.zeros(Q, micro.columns, dtype=torch.float64, device=device)
         dense: list[tuple[str, Tensor]] = []
+        uses: list[Use | Product] = [*micro.uses]
         for node, records in micro.nodes(u.keys()):
             for record in records:
                 if type(record) is Dense and node.param is not None:
                     rows = record.grads
                     dense.append((node.name, rows if rows.device == device else rows.to(device)))
+                elif type(record) is Pair and not record.a.is_complex():
+                    uses.append(Product(node, record.to(device)))
                 else:
                     found = _products(node, record.to(device), u)
                     total[:, : found.shape[1]] += found
-        add_uses(total, micro.uses, u)
+        add_uses(total, uses, u)
         for kernel, pairs in _kinds(dense, u, G):
             names = [k for k, _ in pairs]
             with_G = covered.isdisjoint(names)
@@ -166,10 +170,26 @@ def contract(
                 expected += found[:, -1]
                 covered.update(names)
         values.append(total)
-    rest = [(k, G[k][None]) for k in u if k not in covered]  # the batch as one example
-    for kernel, pairs in _kinds(rest, u, G):
-        expected += (_kernel_products if kernel else joined_products)(pairs, u, None)[:, 0]
+    _add_gradient(expected, {k: d for k, d in u.items() if k not in covered}, G)
     return torch.cat(values, dim=1), expected
+
+
+def _add_gradient(expected: Tensor, u: Mapping[str, Direction], G: Mapping[str, Tensor]) -> None:
+    """Add ⟨u_q, G⟩ to ``expected`` [Q]: of directions that were computed as they are, of the others
+    with the batch as one example."""
+    left, known = [], dict[Any, list[tuple[Tensor, Tensor]]]()
+    for k, d in u.items():
+        g = G[k]
+        if len(expected) == 1 and d.known and g.is_contiguous() and not g.is_complex():
+            pair = (contraction_kernel.in_order(d.of(0)), g)
+            kernel = kernels.usable(pair)
+            known.setdefault((g.dtype, pair[0].dtype, kernel), []).append(pair)
+        else:
+            left.append((k, g[None]))
+    for (*_, kernel), pairs in known.items():
+        expected += (contraction_kernel.row_dots if kernel else joined_row_dots)(pairs, 1)
+    for kernel, rows in _kinds(left, u, G):
+        expected += (_kernel_products if kernel else joined_products)(rows, u, None)[:, 0]
 
 
 def _kinds(

@@ -47,7 +47,7 @@ from inrun.scoring.conclude import (
     Pending,
     StepResult,
 )
-from inrun.scoring.contraction import Direction, cancelling, components, contract, group_values
+from inrun.scoring.contraction import cancelling, components, contract, group_values
 from inrun.scoring.estimators import MAPS, POINTS, Estimator
 from inrun.scoring.path import ParamStep, Path, PathBuffers, missed, param_steps
 from inrun.scoring.received import (
@@ -62,6 +62,7 @@ from inrun.scoring.received import (
     tolerance_of,
 )
 from inrun.scoring.taken import predict
+from inrun.scoring.uses import Direction
 from inrun.tensors.autocast import no_autocast
 from inrun.validation.sweep import Gradients
 from inrun.validation.validator import Validator
