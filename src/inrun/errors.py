@@ -117,6 +117,18 @@ def written_to() -> CaptureError:
     )
 
 
+def overwritten(call: Any) -> CaptureError:
+    """For an input of an operation, or its gradient, that is written to after the backward pass."""
+    roots = sorted({r for n in call.nodes if n is not None for r in n.roots})
+    shapes = [tuple(x.shape) for x in call.leaves if isinstance(x, Tensor)]
+    return CaptureError(
+        f"a tensor that parameter {', '.join(roots)} met in '{call.name}' (operands of shape "
+        f"{shapes}), or the gradient that came back from there, was written to in place between "
+        "backward() and optimizer.step(), so what it held for the batch is gone. Write to a copy "
+        "(x.clone()), or make a new tensor instead."
+    )
+
+
 def nested(nodes: Collection[Any]) -> CaptureError:
     """For a nested tensor: rows of different lengths in one tensor."""
     names = sorted({r for n in nodes for r in n.roots})

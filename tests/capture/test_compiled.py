@@ -77,7 +77,8 @@ def assert_same(one, other, rtol=1e-9):
         assert a["step"].tolist() == b["step"].tolist(), "no step is void"
         scale = a[column].abs().max()
         assert np.allclose(a[column], b[column], rtol=rtol, atol=rtol * scale), target
-    assert one.coverage().equals(other.coverage())
+    one, other = (run.coverage().drop(columns="forms") for run in (one, other))
+    assert one.equals(other)  # what is remembered in eager mode leaves a graph as records
 
 
 def assert_compiled(run):

@@ -8,6 +8,7 @@ from helpers.captures import captured, close, gradients_of, reference_rows, trai
 from helpers.zoo import ZOO
 from inrun.exact import reference
 from inrun.gradients.nodes import directions
+from inrun.scoring.contraction import Direction, contract
 from inrun.tensors.derivative import VMAP_PAYS
 
 
@@ -18,6 +19,11 @@ def test_per_example_gradients(name, form, fast):
     problem = ZOO[name]()
     expected = reference_rows(problem)
     _, micro = captured(problem, form=form, fast=fast)
+    u = {k: torch.randn(2, *g[0].shape, dtype=g.dtype) for k, g in expected.items()}
+    G = {k: g.sum(0) for k, g in expected.items()}
+    found, _ = contract({k: Direction(x) for k, x in u.items()}, G, [micro])
+    sums = sum(u[k].flatten(1) @ expected[k].flatten(1).T for k in u)
+    assert close(found, sums, problem.tolerance), "before anyone asks for records"
     rows = gradients_of(micro)
     assert rows.keys() == expected.keys(), "every trainable parameter is covered"
     for k, g in expected.items():

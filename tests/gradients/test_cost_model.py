@@ -52,8 +52,24 @@ def crossover(device, dtype):
 
 def test_longer_sequences_pay_on_a_gpu_than_on_a_cpu():
     assert 4 <= crossover("cpu", SINGLE) <= 100
-    assert 128 <= crossover("cuda", HALF) <= 512
+    assert 128 <= crossover("cuda", HALF) < 1024
     assert crossover("cuda", SINGLE) < crossover("cuda", HALF)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_small_batches_in_eager_mode_leave_the_host_alone(fast):
+    """There the GPU waits for the host. A long batch keeps it busy, and then its work decides."""
+    for B, T in ((8, 256), (4, 512)):
+        for I, O in ((768, 768), (768, 3072), (3072, 768)):  # noqa: E741
+            assert not cost.materialise(Layer(B, T, I, O, HALF, "cuda", eager=True), fast)
+    assert cost.materialise(Layer(8, 1024, 2048, 16, HALF, "cuda", eager=True), fast)
+    for I, O in ((768, 768), (768, 3072), (3072, 768), (768, 50257)):  # noqa: E741
+        assert cost.materialise(Layer(16, 1024, I, O, HALF, "cuda", eager=True), fast=True)
+
+
+def test_what_is_remembered_is_small_and_for_few_directions():
+    assert cost.remember(cost.SMALL, 1) and not cost.remember(cost.SMALL + 1, 1)
+    assert cost.remember(1, cost.FEW) and not cost.remember(1, cost.FEW + 1)
 
 
 @pytest.mark.parametrize("device, dtype", DEVICES)
@@ -109,7 +125,7 @@ def test_neither_do_many_directions_allow_any_memory():
 def test_targets_and_estimators_are_counted():
     """A layer whose form they decide."""
     B, T, width = 4, 2, 256
-    one, many = (Layer(B, T, width, width, SINGLE, "cpu", Q) for Q in (1, 24))
+    one, many = (Layer(B, T, width, width, SINGLE, "cpu", Q, eager=True) for Q in (1, 24))
     assert not cost.materialise(one, True) and cost.materialise(many, True)
     torch.manual_seed(0)
     x = torch.randn(B, T, width, dtype=SINGLE)
@@ -117,7 +133,10 @@ def test_targets_and_estimators_are_counted():
     def loss(model, batch):
         return model(batch).square().mean()
 
-    for targets, estimators, kind in ((1, ["secant"], "pair"), (12, ["secant", "sgd"], "dense")):
+    for targets, estimators, kind in (
+        (1, ["secant"], "remembered"),
+        (12, ["secant", "sgd"], "dense"),
+    ):
         model = nn.Linear(width, width, bias=False, dtype=SINGLE)
         optimizer = torch.optim.AdamW(model.parameters())
         named = {f"t{q}": [torch.randn(1, T, width, dtype=SINGLE)] for q in range(targets)}
@@ -172,7 +191,8 @@ def test_the_capture_asks_the_model(answer, fast, monkeypatch):
     monkeypatch.setattr(cost, "materialise", materialise)
     model, x = nn.Linear(5, 7).float(), torch.randn(3, 2, 5, dtype=SINGLE)
     assert kinds(model, x, fast=fast)["weight"] == ("Dense" if answer else "Pair")
-    assert asked == [(Layer(3, 2, 5, 7, SINGLE, "cpu"), fast)]  # once, not again in the backward
+    layer = Layer(3, 2, 5, 7, SINGLE, "cpu", eager=True)
+    assert asked == [(layer, fast)]  # once, not again in the backward
 
 
 def test_autocast_decides_the_type(monkeypatch):
@@ -211,7 +231,7 @@ def test_shapes_of_all_spellings(model, monkeypatch):
     asked = []
     monkeypatch.setattr(cost, "materialise", lambda layer, fast: asked.append(layer) or True)
     kinds(model.double(), torch.randn(3, 2, 5, dtype=torch.float64))
-    assert asked == [Layer(3, 2, 5, 7, torch.float64, "cpu")]
+    assert asked == [Layer(3, 2, 5, 7, torch.float64, "cpu", eager=True)]
 
 
 def test_compiled_graphs_choose_alike(monkeypatch):

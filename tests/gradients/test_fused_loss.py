@@ -469,7 +469,8 @@ def test_in_a_compiled_model(name):
     got = trained(loss, second, torch.compile(second, backend="eager"), training="fast")
     torch._dynamo.reset()
     expected = trained(loss, first, training="fast")
-    assert got.coverage().equals(expected.coverage())
+    tables = [run.coverage().drop(columns="forms") for run in (got, expected)]
+    assert tables[0].equals(tables[1])
     assert close(
         torch.tensor(got.values()["value"]), torch.tensor(expected.values()["value"]), 1e-9
     )

@@ -12,6 +12,7 @@ from inrun.errors import CaptureError
 from inrun.gradients.embedding import Lookup
 from inrun.gradients.nodes import _linear, directions
 from inrun.gradients.records import Dense, Pair
+from inrun.scoring.contraction import Direction, contract
 from inrun.tensors.derivative import VMAP_PAYS, each
 
 
@@ -287,6 +288,12 @@ def test_every_operation_gives_per_example_gradients(name, form, B):
     expected = reference_rows(p)
     for fast in (False, True):
         _, micro = captured(p, form=form, fast=fast)
+        for Q in (1, 3):  # before anyone asks for records: what is only remembered, as it is
+            u = {k: torch.randn(Q, *g[0].shape, dtype=g.dtype) for k, g in expected.items()}
+            along = {k: Direction(x, torch.full_like(x[0], 2.0)) for k, x in u.items()}
+            sums = 2 * sum(u[k].reshape(Q, -1) @ expected[k].reshape(B, -1).T for k in u)
+            values, total = contract(along, {k: g.sum(0) for k, g in expected.items()}, [micro])
+            assert close(values, sums, 1e-9) and close(total, sums.sum(1), 1e-9)
         rows = gradients_of(micro)
         assert rows.keys() == expected.keys()
         for k, g in expected.items():
@@ -442,7 +449,7 @@ def test_layer_norms_share_the_memory_of_what_they_do_not_keep(fast):
         lambda m, b: m(b[0]), lambda out, b: out.flatten(1).pow(3).sum(1).mean(),
     )  # fmt: skip
     expected = reference_rows(p)
-    capture, micro = captured(p, fast=fast)
+    capture, micro = captured(p, fast=fast, form="materialise")
     assert len(capture.blocks._scratch) == 8 * 3 * 5 * 8
     for k, rows in gradients_of(micro).items():
         assert close(rows, expected[k], 1e-9), k

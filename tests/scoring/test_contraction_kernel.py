@@ -29,6 +29,9 @@ CONTRACTS = {
         (70, 17, "bfloat16", "gaps"),
     ]
 }
+ROWS = {f"{B}-{dtype}": (B, dtype) for B, dtype in (
+    (1, "float32"), (2, "bfloat16"), (5, "float32"), (7, "float16"), (64, "float32"),
+    (65, "bfloat16"), (130, "float32"))}  # fmt: skip
 PLAIN = {
     f"{b}-{q}-{k}-{g}": (b, q, k, g) for b, q in ((5, 1), (5, 3)) for k in (0, 1) for g in (0, 1)
 }
@@ -70,6 +73,25 @@ def contracted(B, Q, dtype, layout, with_K=1, with_G=1):
     return {"values": float(error.nan_to_num(nan=1e9).max())}
 
 
+def rows_with_rows(B, dtype):
+    """⟨y_i, δ_i⟩ of many tensors, by the kernel, by its twin and in float64."""
+    from inrun.scoring import contraction_kernel
+    from inrun.scoring.uses import joined_row_dots
+
+    torch.manual_seed(0)
+    kind = getattr(torch, dtype)
+    of_y = torch.float32 if kind == torch.float16 else kind
+    made = [(torch.randn(B, *s).to(of_y), torch.randn(B, *s).to(kind)) for s in SHAPES]
+    exact = [(y.double() * d.double()).reshape(B, -1) for y, d in made]
+    expected, size = sum(x.sum(1) for x in exact), sum(x.square().sum(1) for x in exact).sqrt()
+    found = contraction_kernel.row_dots(made, B)
+    twin = joined_row_dots(made, B)
+    if not found.shape == twin.shape == expected.shape:
+        return {"shape": 1.0}
+    off = [((x - expected).abs() / size).nan_to_num(nan=1e9).max() for x in (found, twin)]
+    return {"kernel": float(off[0]), "twin": float(off[1])}
+
+
 def whole_contraction():
     """From records to values, by kernels and without: weights in another memory order, a direction
     off its alignment, gradients of two types beside each other."""
@@ -101,6 +123,38 @@ def whole_contraction():
     return {"values": float((found[0] - found[1]).abs().max() / found[1].abs().max())}
 
 
+def remembered():
+    """A model's uses, in two types and with rows that do not lie in order, by the kernel and
+    without."""
+    import torch.nn.functional as F
+
+    from inrun import kernels
+    from inrun.capture.capture import Capture
+    from inrun.scoring import uses
+    from inrun.scoring.contraction import Direction, contract
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 48), torch.nn.LayerNorm(48), torch.nn.ReLU(),
+                                torch.nn.Linear(48, 7)).float()  # fmt: skip
+    params = dict(model.named_parameters())
+    capture = Capture(model, params, form="ghost")
+    x = torch.randn(5, 6, 16, dtype=torch.float32)
+    with capture.batch(5) as micro:
+        F.log_softmax(model(x), -1).square().mean().backward()
+    G = {k: p.grad for k, p in params.items()}
+    u = {k: Direction(torch.randn(2, *g.shape, dtype=g.dtype)) for k, g in G.items()}
+    found, before, calls = [], uses.contraction_kernel.row_dots, []
+    uses.contraction_kernel.row_dots = lambda *a: calls.append(a) or before(*a)
+    for kernel in (True, False):
+        kernels.usable = lambda tensors, yes=kernel: yes
+        with torch.no_grad():
+            found.append(contract(u, G, [micro])[0])
+    kernels.usable = lambda tensors: True
+    uses.contraction_kernel.row_dots = before
+    off = float((found[0] - found[1]).abs().max() / found[1].abs().max())
+    return {"values": off, "uses": len(micro.uses), "launches": len(calls)}
+
+
 def other_default_device():
     """What the kernel is told is made on the host, whatever torch's default device is."""
     from inrun.scoring import contraction_kernel
@@ -126,6 +180,9 @@ def main():
         found[f"contract {name}"] = contracted(*case)
     for name, (B, Q, K, G) in PLAIN.items():
         found[f"plain {name}"] = contracted(B, Q, "float32", "dense", K, G)
+    for name, case in ROWS.items():
+        found[f"rows {name}"] = rows_with_rows(*case)
+    found["remembered"] = remembered()
     found["other default device"] = other_default_device()
     found["whole contraction"] = whole_contraction()
     tensors = [torch.zeros(s) for s in SHAPES]
@@ -153,6 +210,17 @@ def test_the_contraction_kernel_gives_the_inner_products(errors, name):
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_contraction_kernel_works_without_factors_or_gradients(errors, name):
     assert errors[f"plain {name}"]["values"] < 1e-5
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_kernel_of_row_products_gives_the_same_as_its_twin(errors, name):
+    assert errors[f"rows {name}"]["kernel"] < 1e-5
+    assert errors[f"rows {name}"]["twin"] < 1e-5
+
+
+def test_what_is_remembered_is_summed_in_one_launch_per_direction(errors):
+    assert errors["remembered"]["values"] < 1e-5
+    assert errors["remembered"]["uses"] == 3 and errors["remembered"]["launches"] == 2
 
 
 def test_kernels_and_plain_code_agree_on_any_memory(errors):

@@ -180,7 +180,7 @@ class Capture:
         A compiled graph rounds differently with taps in it than without, whatever they do, so there
         is nothing to keep bit for bit and weight gradients are always sums.
         """
-        taps = replace(self.taps, fast=True, blocks=None, apply=note)
+        taps = replace(self.taps, fast=True, blocks=None, apply=note, eager=False)
         planner = Interceptor(self.inputs, self.outputs, taps, self.keeper, memo=None)
         planner.open(self.live)
         return planner

@@ -17,6 +17,7 @@ from inrun.gradients.embedding import Lookup
 from inrun.gradients.nodes import Node
 from inrun.gradients.owned import Owned, Positions, by_owner
 from inrun.gradients.records import Pair, Replay
+from inrun.gradients.use import Use
 from inrun.tensors.autocast import Autocast
 from inrun.tensors.layout import Layout
 from inrun.tensors.owners import Owners, on_one_device
@@ -24,6 +25,7 @@ from inrun.torch_compat import version_of
 
 if TYPE_CHECKING:
     from inrun.capture.site import Site
+    from inrun.capture.tap import Awaited
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Choice:
             return False
         N, T, I = record.a.shape  # noqa: E741
         O, a = record.delta.shape[-1], record.a  # noqa: E741
-        layer = Layer(B, N * T // B, I, O, a.dtype, a.device.type, self.directions)
+        layer = Layer(B, N * T // B, I, O, a.dtype, a.device.type, self.directions, eager=True)
         return self.form == "materialise" or materialise(layer, self.fast)
 
 
@@ -58,7 +60,7 @@ class MicroBatch:
     inputs: Tensor | None = None  # of these positions: what the model received, if integers
     choice: Choice = field(default_factory=lambda: Choice())
     autocast: Autocast | None = None
-    records: dict[Node, list[Record]] = field(default_factory=dict)
+    uses: list[Use] = field(default_factory=list)  # remembered, to be contracted as they are
     fixed: list[tuple[Tensor, int]] = field(default_factory=list)  # not to be written to: versions
     met: bool = False  # did a parameter meet an example?
     claims: dict[str, str] = field(default_factory=dict)  # that a parameter met, and in what
@@ -67,9 +69,33 @@ class MicroBatch:
     void: str | None = None  # why it cannot be scored
     nobody: bool = False  # may records have a row more, for what belongs to no example?
     doubts: list[tuple[str, Tensor]] = field(default_factory=list)  # flags: owners disagree in ...
+    _records: dict[Node, list[Record]] = field(default_factory=dict)
+    _awaited: list[Awaited] = field(default_factory=list, repr=False)
     _positions: dict[Any, Any] = field(default_factory=dict, repr=False)
     _by_root: dict[str, list[Node]] | None = field(default=None, repr=False)
     _counted: int = 0
+
+    @property
+    def records(self) -> dict[Node, list[Record]]:
+        """What is known of each node, as records; those of uses are made now."""
+        uses, self.uses = self.uses, []
+        for use in uses:
+            for node, record in use.records():
+                self.add(node, record, self.choice.directions)
+        return self._records
+
+    @property
+    def met_nodes(self) -> Collection[Node]:
+        """The nodes that met an example."""
+        return self._records.keys()
+
+    def forget(self) -> None:
+        """Let go of all that is kept."""
+        self._records.clear()
+        self.uses.clear()
+        for x in self._awaited:
+            x.drop()
+        self._awaited.clear()
 
     @property
     def rows(self) -> int:
@@ -118,7 +144,7 @@ class MicroBatch:
         Materialised gradients of the same operand are summed. With many directions, look-ups are
         added to them too, because each direction would repeat the look-up.
         """
-        kept = self.records.setdefault(node, [])
+        kept = self._records.setdefault(node, [])
         for i, other in enumerate(kept):
             if not isinstance(other, Dense):
                 continue
@@ -131,19 +157,28 @@ class MicroBatch:
         kept.append(record)
         return record.bytes
 
+    def remember(self, use: Use, awaited: Awaited) -> int:
+        """Keep a use; returns the bytes that it adds."""
+        for _, node in use.linear.operands:
+            self._records.setdefault(node, [])
+        self.uses.append(use)
+        self._awaited.append(awaited)
+        return use.bytes
+
     def nodes(self, names: Collection[str]) -> Iterator[tuple[Node, list[Record]]]:
-        """The nodes that depend on one of these parameters, with their records."""
+        """The nodes that depend on one of these parameters, with their records (without uses)."""
         if any(version_of(t) != version for t, version in self.fixed):
             raise written_to()
-        if self._by_root is None or self._counted != len(self.records):
-            self._by_root, self._counted = {}, len(self.records)
-            for node in self.records:
+        if self._by_root is None or self._counted != len(self._records):
+            self._by_root, self._counted = {}, len(self._records)
+            for node in self._records:
                 for root in node.roots:
                     self._by_root.setdefault(root, []).append(node)
         if len(names) >= len(self._by_root):
-            return iter([(n, r) for n, r in self.records.items() if not n.roots.isdisjoint(names)])
+            known = self._records.items()
+            return iter([(n, r) for n, r in known if not n.roots.isdisjoint(names)])
         found = dict.fromkeys(n for k in names for n in self._by_root.get(k, ()))
-        return iter([(node, self.records[node]) for node in found])
+        return iter([(node, self._records[node]) for node in found])
 
     def by_example(
         self, params: Collection[str] | None = None
@@ -151,15 +186,28 @@ class MicroBatch:
         """The records (of these parameters themselves) with a row per example, and perhaps one for
         nobody's part: where they have one per position, those that would have been kept without
         tokens=True."""
-        for node, records in self.records.items():
-            if params is not None and (node.param is None or node.name not in params):
-                continue
+        for node, records in self._of(params):
             if self.slots is not None:
                 micro = MicroBatch(self.B)
                 for record in records:
                     micro.add(node, self._merged(record), self.choice.directions)
                 records = micro.records[node]
             yield node, records
+
+    def _of(self, params: Collection[str] | None) -> Iterator[tuple[Node, list[Record]]]:
+        """The records of these parameters themselves (None: of everything). Those of uses are made
+        for this time only: the uses stay."""
+        found = {
+            n: list(records)
+            for n, records in self._records.items()
+            if params is None or (n.param is not None and n.name in params)
+        }
+        for use in self.uses:
+            if any(node in found for _, node in use.linear.operands):
+                for node, record in use.records():
+                    if node in found:
+                        found[node].append(record)
+        yield from found.items()
 
     def _merged(self, record: Record) -> Record:
         """The positions of each example added up."""
@@ -202,13 +250,19 @@ class Keeper:
         self.directions, self.offload = directions, offload
         self.check_memory, self.on_first_gradient = check_memory, on_first_gradient
         self.coverage: dict[str, set[tuple[str, str]]] = {}  # operations and forms by parameter
-        self._covered: set[tuple[frozenset[str], str, type[Record]]] = set()
+        self._covered: set[tuple[frozenset[str], str, str]] = set()
 
     def receive(
-        self, micro: MicroBatch, site: Site, call: Call, delta: Any, loose: Sequence[int]
-    ) -> list[Tensor]:
+        self, micro: MicroBatch, site: Site, call: Call, delta: Any, loose: Sequence[int],
+        awaited: Awaited | None = None,
+    ) -> list[Tensor]:  # fmt: skip
         """Keep the records of one operation, given δ; returns the gradients of summed leaves."""
         self.first_gradient(micro)
+        if awaited is not None and not self.offload:
+            use = awaited.use(delta)
+            self._cover(call.name, "remembered", [node for _, node in use.linear.operands])
+            self.check_memory(micro.remember(use, awaited))
+            return []
         pairs = site.lasting(call, delta, loose)
         totals = site.totals(call, pairs)
         self.keep(micro, call, pairs)
@@ -222,15 +276,18 @@ class Keeper:
 
     def keep(self, micro: MicroBatch, call: Call, pairs: Sequence[tuple[Node, Record]]) -> None:
         """Add the records of an operation to the micro-batch."""
-        name = call.name
         for node, record in pairs:
             if call.positions is not None:
                 record = by_owner(record, call.positions, call.form == "materialise")
-            kind = type(record)
-            if (node.roots, name, kind) not in self._covered:
-                self._covered.add((node.roots, name, kind))
-                for root in node.roots:
-                    self.coverage.setdefault(root, set()).add((name, kind.__name__.lower()))
+            self._cover(call.name, type(record).__name__.lower(), [node])
             if self.offload:
                 record = record.map(lambda t: t.to("cpu", non_blocking=False))
             self.check_memory(micro.add(node, record, self.directions))
+
+    def _cover(self, name: str, form: str, nodes: Sequence[Node]) -> None:
+        """Note the operation in which nodes were met, and the form of what is kept."""
+        for node in nodes:
+            if (node.roots, name, form) not in self._covered:
+                self._covered.add((node.roots, name, form))
+                for root in node.roots:
+                    self.coverage.setdefault(root, set()).add((name, form))

@@ -26,6 +26,7 @@ from inrun.capture.tap import (
     Receive,
     apply_tap,
     apply_tap_of_several,
+    awaited,
     device_of,
     fused_op,
     run_fused,
@@ -38,6 +39,7 @@ from inrun.gradients.blocks import Blocks
 from inrun.gradients.call import RuleFunction, Spec, present
 from inrun.gradients.nodes import Node
 from inrun.gradients.records import Aligned, wide_type
+from inrun.gradients.use import Linear, linear_in
 from inrun.tensors.autocast import Autocast, current
 from inrun.tensors.layout import Layout, Spread, in_place, name_of, tensors_in
 from inrun.tensors.owners import Owners
@@ -68,6 +70,7 @@ class Site:
     fused: FusedOp | None = None  # operation and tap as one autograd node
     several: bool = False  # the rule takes δ of several outputs (``OpRule.several``)
     mark: Mark | None = None  # of the output, once the memo holds the site
+    linear: Linear | None = None  # δ is remembered (gradients/use.py)
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The leaves to run the operation with, and those to save for its rule."""
@@ -137,6 +140,7 @@ class Taps:
         blocks: memory for per-example gradients on a CPU.
         trigger: a tensor that requires a gradient; puts taps of a probe into the graph.
         apply: ``Tap.apply``, or what a planner does in its place.
+        eager: operations run one by one, so that δ may be remembered; not in a compiled graph.
     """
 
     form: Form
@@ -146,6 +150,7 @@ class Taps:
     blocks: Blocks | None
     trigger: Tensor
     apply: Callable[..., Tensor] = apply_tap
+    eager: bool = True
 
     def site(
         self, func: Any, leaves: Sequence[Any], spec: Spec, nodes: Sequence[Node | None],
@@ -165,8 +170,10 @@ class Taps:
                 call = call.with_(B=n, positions=micro.positions(x, n, t.device))
                 break
         if rule is not None:
-            call = rule.settled(call, self.fast, self.directions)
-        summed = summed_leaves(rule, call) if self.fast else ()
+            call = rule.settled(call, self.fast, self.directions, self.eager)
+        remembers = self.eager and not self.probe and not writes and self.form in ("auto", "ghost")
+        linear = linear_in(rule, call, self.directions) if remembers else None
+        summed = summed_leaves(rule, call) if self.fast and linear is None else ()
         return Site(
             call=call.with_(leaves=()),
             rule=rule.records if rule else replay,
@@ -180,6 +187,7 @@ class Taps:
             kept=rule.kept if rule else (),
             fused=fused_op(call, func, summed) if self._fusable(call, summed) else None,
             several=rule is not None and rule.several,
+            linear=linear,
         )
 
     def _fusable(self, call: Call, summed: tuple[int, ...]) -> bool:
@@ -216,6 +224,10 @@ class Taps:
         blocks = self.blocks if device == "cpu" else None
         kept = () if blocks is None or packed else _kept_by(out, site.kept)
         call = call.with_(leaves=saved, autocast=current(device), blocks=blocks, kept=kept)
+        if site.linear is not None and site.origin is not None and not packed:
+            found = awaited(out, call, site, receive)  # packed: activations are not to be kept
+            if found is not None:
+                return found, call
         extras = () if self.probe else [leaves[i] for i in site.summed]
         trigger = self.trigger if self.probe else None
         return tapped(self.apply, out, call, site, receive, trigger, extras), call

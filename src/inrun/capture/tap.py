@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inrun.errors import refusal
+from inrun.errors import overwritten, refusal
 from inrun.gradients import Call
 from inrun.gradients.call import present
+from inrun.gradients.use import Use
 from inrun.tensors.autocast import no_autocast
 from inrun.torch_compat import (
     SAVES_OUTPUT,
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from inrun.capture.site import Site
 
 # (site, call, δ, loose leaves) → gradients of the tap's extras. δ is a tuple for several outputs.
-Receive: TypeAlias = "Callable[[Site, Call, Any, Sequence[int]], Sequence[Tensor]]"
+# An ``Awaited`` names itself as well: there are no gradients to answer then.
+Receive: TypeAlias = "Callable[..., Sequence[Tensor]]"
 
 
 class Tap(torch.autograd.Function):
@@ -188,6 +190,77 @@ _SAVES_OUTPUT: dict[type, bool] = {}
 def device_of(t: Tensor) -> str:
     """``t.device.type``, faster for CPU tensors."""
     return "cpu" if t.is_cpu else t.device.type
+
+
+# Remembering
+
+
+class Awaited:
+    """Before the node of an operation runs in the backward pass, its δ is handed over. Nothing is
+    added to the graph.
+
+    The inputs are held here, not by autograd: ``Keeper`` has them dropped when the step is over,
+    whoever keeps the graph.
+    """
+
+    __slots__ = ("call", "loose", "output", "receive", "site", "versions")
+
+    def __init__(self, call: Call, site: Site, receive: Receive, output: int) -> None:
+        assert site.linear is not None
+        leaves, self.loose = list(call.leaves), []
+        for i in site.linear.others:
+            x = leaves[i]
+            if x.requires_grad:
+                leaves[i] = x.detach()
+            else:
+                self.loose.append(i)
+        self.call, self.site, self.receive = call.with_(leaves=leaves), site, receive
+        self.versions, self.output = site.linear.versions(leaves), output
+
+    def __call__(self, deltas: tuple[Tensor | None, ...]) -> None:
+        delta = deltas[self.output]
+        if delta is not None:
+            with DisableTorchFunction(), no_autocast(device_of(delta)):
+                refuse_again(self.call, delta)
+                if delta.shape != self.call.shape:
+                    delta = delta.reshape(self.call.shape)
+                self.receive(self.site, self.call, delta, self.loose, self)
+
+    def use(self, delta: Tensor) -> Use:
+        """What is remembered: ``loose`` leaves are copied, the loop may write to them."""
+        site, call, versions = self.site, self.call, self.versions
+        assert site.linear is not None
+        if self.loose:
+            if site.linear.versions(call.leaves) != versions:
+                raise overwritten(call)
+            leaves = list(call.leaves)
+            for i in self.loose:
+                leaves[i] = leaves[i].clone()
+            call, versions = call.with_(leaves=leaves), site.linear.versions(leaves)
+        return Use(call, site.linear, delta, versions, site.records)
+
+    def drop(self) -> None:
+        """Let go of the inputs."""
+        self.call = self.call.with_(leaves=())
+
+
+def awaited(out: Tensor, call: Call, site: Site, receive: Receive) -> Tensor | None:
+    """The output of an operation that has run, whose δ will be handed over; None if only a tap can
+    do that.
+
+    Every gradient must pass the node, also if the output is written to later: what is only another
+    shape of a fresh tensor is awaited there, and is no view from then on, as with a tap.
+    """
+    base = base_of(out)
+    if base is None:
+        source = out
+    elif _same_numbers(out, base) and not _saves_output(base):
+        source, out = base, unsafe_view(base, out.shape)
+    else:
+        return None
+    assert source.grad_fn is not None
+    source.grad_fn.register_prehook(Awaited(call, site, receive, source.output_nr))
+    return out
 
 
 # Fused ops

@@ -214,6 +214,9 @@ class OpRule:
     ``training="fast"`` it is formed as the sum of the per-example gradients where these are
     materialised; that of ``vectors``, which always are, in any case.
 
+    ``linear`` gives the leaves in which the operation is linear together (a weight and its bias),
+    () where it is not or cannot be run again: then δ may be all that is kept (use.py).
+
     ``kept`` names what autograd keeps for its own backward pass and the rule can use.
 
     ``several``: an operation that returns a tuple gives its rule a tuple, δ of each output (None
@@ -231,8 +234,9 @@ class OpRule:
     kept: tuple[str, ...] = ()
     several: bool = False
     place: Place | None = None
+    linear: Callable[[Call], tuple[int, ...]] | None = None
 
-    def settled(self, call: Call, fast: bool, directions: int) -> Call:
+    def settled(self, call: Call, fast: bool, directions: int, eager: bool = True) -> Call:
         """The call with its form chosen, where that was left to us.
 
         For products of matrices by the cost model, elsewhere the smaller one (but for ``again``).
@@ -252,7 +256,8 @@ class OpRule:
         elif sizes.product is not None and self.weight is not None:
             W, (T, n_in, n_out) = call.value(*self.weight), sizes.product
             rows = call.B if call.positions is None else call.positions.rows
-            layer = cost.Layer(rows, call.B * T // rows, n_in, n_out, *operand(W), directions)
+            T = call.B * T // rows
+            layer = cost.Layer(rows, T, n_in, n_out, *operand(W), directions, eager)
             dense = cost.materialise(layer, fast)
         return call.with_(form="materialise" if dense else "ghost")
 
@@ -267,6 +272,7 @@ def register_op(
     sizes: Callable[[Call], Sizes | None] | None = None,
     kept: tuple[str, ...] = (),
     several: bool = False,
+    linear: Callable[[Call], tuple[int, ...]] | None = None,
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Decorator: the function below gives the records of these operations.
 
@@ -276,10 +282,20 @@ def register_op(
 
     def decorate(rule: RuleFunction) -> RuleFunction:
         for func in funcs:
-            _OP_RULES[func] = OpRule(rule, weight, vectors, sizes, kept, several)
+            _OP_RULES[func] = OpRule(rule, weight, vectors, sizes, kept, several, linear=linear)
         return rule
 
     return decorate
+
+
+def together(*arguments: tuple[int, str]) -> Callable[[Call], tuple[int, ...]]:
+    """For ``OpRule.linear``: the leaves of these arguments, where they are tensors."""
+
+    def leaves(call: Call) -> tuple[int, ...]:
+        found = [leaf for a in arguments if (leaf := call.at(*a)) is not None]
+        return tuple(i for i in found if isinstance(call.leaves[i], Tensor))
+
+    return leaves
 
 
 def register_rule(func: Any, rule: OpRule) -> None:

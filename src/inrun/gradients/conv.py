@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inrun.gradients.call import Call, Sizes, register_op, replay_leaf
+from inrun.gradients.call import Call, Sizes, register_op, replay_leaf, together
 from inrun.gradients.records import Dense, Record
 from inrun.tensors.layout import Layout
 
@@ -26,8 +26,9 @@ def _sizes(call: Call) -> Sizes | None:
 
 
 @register_op(
-    "conv1d", "conv2d", "conv3d", weight=(1, "weight"), vectors=((2, "bias"),), sizes=_sizes
-)
+    "conv1d", "conv2d", "conv3d", weight=(1, "weight"), vectors=((2, "bias"),), sizes=_sizes,
+    linear=together((1, "weight"), (2, "bias")),
+)  # fmt: skip
 def conv(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """``convNd(x, weight, bias, stride, padding, dilation, groups)``."""
     leaf = call.at(1, "weight")

@@ -6,8 +6,12 @@ along Q directions (targets times estimators):
 * *materialise*: g_i of every example by a batched product, B·T·I·O multiplications; B·I·O numbers
   are written, and read by the contraction (Q·B·I·O multiplications). With ``training="fast"`` they
   are read once more by the sum over examples, which then is the layer's own weight gradient;
-* *ghost*: the contraction is Q more products, B·T·I·O multiplications each, and some passes over
-  their B·T·O results. The layer's own weight gradient is formed as always.
+* *ghost*: the contraction is Q more products, B·T·I·O multiplications each; their B·T·O results are
+  written, and read with δ. The layer's own weight gradient is formed as always.
+
+In eager mode a GPU works while the host launches the next operations, so the slower of the two
+counts. For small batches that is the host, to which a layer in ghost form is nearly nothing: in
+the backward pass δ is remembered and that is all (use.py).
 
 Only shapes, type and device are looked at: compiled graphs are planned on tensors without data.
 """
@@ -30,6 +34,7 @@ class Layer:
     dtype: torch.dtype
     device: str
     Q: int = 1
+    eager: bool = False  # the host launches each operation, in the backward pass too
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,12 @@ RATES = {
 # more bytes than so many. For each direction up to so many, gradients may be as many times larger:
 # they save a product.
 MEMORY, SMALL, MANY = 3, 2**26, 8
+# Eager mode: seconds of the host for what inrun does with a layer in either form (12 layers of
+# GPT-2 on a Xeon; beside an H200). On a GPU also for the layer with all that belongs to it in the
+# training, and what the GPU does for it beside its products, in passes over its numbers.
+EAGER = {"cpu": (6e-5, 1.1e-4), "cuda": (5e-5, 2e-4)}
+HOST, AROUND = 3e-4, 45
+FEW = 4  # directions for which an operation runs again rather than have its small records made
 TOGETHER = 64  # directions that gradients are read once for (scoring/contraction_kernel.py)
 
 
@@ -77,22 +88,35 @@ def seconds(layer: Layer, fast: bool, rates: Rates | None = None) -> tuple[float
     """Time in ghost form and materialised, less what both forms have in common."""
     rates = rates or rates_of(layer)
     (products, moved), (batched, moved_dense) = work(layer, fast)
-    return (
-        products / rates.products + moved / rates.bytes + rates.ghost,
-        batched / rates.batched + moved_dense / rates.bytes + rates.dense,
-    )
+    ghost = products / rates.products + moved / rates.bytes
+    dense = batched / rates.batched + moved_dense / rates.bytes
+    if not layer.eager:
+        return ghost + rates.ghost, dense + rates.dense
+    by_ghost, by_dense = EAGER["cpu" if layer.device == "cpu" else "cuda"]
+    by_ghost *= layer.Q
+    if layer.device == "cpu":
+        return ghost + by_ghost, dense + by_dense
+    tokens = layer.B * layer.T
+    size = tokens * (layer.I + layer.O) * layer.dtype.itemsize
+    own = 3 * tokens * layer.I * layer.O / rates.products + AROUND * size / rates.bytes
+    return max(own + ghost, HOST + by_ghost), max(own + dense, HOST + by_dense)
+
+
+def remember(size: int, Q: int) -> bool:
+    """Is it better to keep this many bytes of an operation's input and δ than to make its small
+    records in the backward pass?"""
+    return size <= SMALL and Q <= FEW
 
 
 def work(layer: Layer, fast: bool) -> tuple[tuple[int, int], tuple[int, int]]:
     """Multiplications and bytes in ghost form and materialised.
 
-    A number of the ghost form's results is written, widened where it is of half precision,
-    multiplied by δ's and summed, each a pass of its own.
+    A number of the ghost form's results is written, and read beside δ's.
     """
     B, T, I, O = layer.B, layer.T, layer.I, layer.O  # noqa: E741
     size = layer.dtype.itemsize
     tokens, weights = B * T * (I + O) * size, I * O * 4
-    passes = 30 if size == 2 else 5 * size
+    passes = 5 * size if layer.device == "cpu" else 3 * size
     readings = -(-layer.Q // TOGETHER)
     ghost = tokens + layer.Q * (B * T * O * passes + weights)
     dense = tokens + (1 + readings) * B * I * O * size + (layer.Q - 1) * weights

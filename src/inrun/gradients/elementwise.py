@@ -7,7 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from inrun.gradients.call import Call, reduce_to, register_op, replay, replay_leaf
+from inrun.gradients.call import (
+    Call,
+    present,
+    reduce_to,
+    register_op,
+    replay,
+    replay_leaf,
+    together,
+)
 from inrun.gradients.records import Aligned, Record, Replay
 from inrun.tensors.layout import Spread
 
@@ -39,7 +47,13 @@ def _conjugate(x: Any) -> Any:
     return x.conjugate() if isinstance(x, complex) else x
 
 
-@register_op("mul", "multiply")
+def _factor(call: Call) -> tuple[int, ...]:
+    """The parametric factor, of two tensors."""
+    found = together((0, "input"), (1, "other"))(call)
+    return present(call.nodes) if len(found) == 2 and len(present(call.nodes)) == 1 else ()
+
+
+@register_op("mul", "multiply", linear=_factor)
 def mul(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """x · W: the gradient of one factor is δ times the other."""
     first, second = call.at(0, "input"), call.at(1, "other")

@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from inrun.gradients.call import Call, Sizes, reduce_to, register_op, replay, replay_leaf
+from inrun.gradients.call import Call, Sizes, reduce_to, register_op, replay, replay_leaf, together
 from inrun.gradients.records import Dense, Pair, Record, wide_type
 
 
@@ -51,9 +51,16 @@ def _sizes(x: tuple[int, str], W: tuple[int, str]) -> Any:
     return sizes
 
 
+def _of_rows(x: tuple[int, str], *arguments: tuple[int, str]) -> Any:
+    """The leaves of the arguments, unless x is the features of one example alone."""
+    leaves = together(*arguments)
+    return lambda call: leaves(call) if call.value(*x).ndim > 1 else ()
+
+
 @register_op(
     "linear", weight=(1, "weight"), vectors=((2, "bias"),),
     sizes=_sizes((0, "input"), (1, "weight")),
+    linear=_of_rows((0, "input"), (1, "weight"), (2, "bias")),
 )  # fmt: skip
 def linear(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """g_W = Σ_t δ_t ⊗ a_t, g_b = Σ_t δ_t."""
@@ -79,8 +86,9 @@ def _without_padding(record: Record, outputs: int) -> Record:
 
 
 @register_op(
-    "addmm", weight=(2, "mat2"), vectors=((0, "input"),), sizes=_sizes((1, "mat1"), (2, "mat2"))
-)
+    "addmm", weight=(2, "mat2"), vectors=((0, "input"),), sizes=_sizes((1, "mat1"), (2, "mat2")),
+    linear=_of_rows((1, "mat1"), (2, "mat2"), (0, "input")),
+)  # fmt: skip
 def addmm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """b + x W with W of shape [I, O]."""
     if not _unscaled(call) or not call.batched(1, "mat1"):
@@ -95,7 +103,10 @@ def addmm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
         yield call.nodes[leaf], reduce_to(call, delta, leaf) or replay_leaf(call, leaf, delta)
 
 
-@register_op("matmul", "mm", weight=(1, "other"), sizes=_sizes((0, "input"), (1, "other")))
+@register_op(
+    "matmul", "mm", weight=(1, "other"), sizes=_sizes((0, "input"), (1, "other")),
+    linear=_of_rows((0, "input"), (1, "other")),
+)  # fmt: skip
 def matmul(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """x W with a matrix W on the right; anything else is replayed."""
     W = call.node(1, "other")

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inrun.gradients.call import Call, reduce_to, register_op, replay_leaf
+from inrun.gradients.call import Call, reduce_to, register_op, replay_leaf, together
 from inrun.gradients.records import Aligned, Dense, Record, wide_type
 from inrun.tensors.layout import Layout, Spread
 from inrun.torch_compat import LAYER_NORM_STATISTICS
@@ -47,9 +47,19 @@ def _reduce(call: Call, delta: Tensor, full: Tensor, leaf: int, channels: bool) 
     return Aligned(call.split(full).flatten(1).sum(1, dtype=wide_type(full.dtype)), 0)
 
 
+_LINEAR = together((2, "weight"), (3, "bias"))
+
+
+def _linear(call: Call) -> tuple[int, ...]:
+    """Of ``rms_norm`` without ``eps`` the type decides it, and it may run again in another."""
+    if call.name != "rms_norm":
+        return _LINEAR(call)
+    return () if call.value(3, "eps") is None else together((2, "weight"))(call)
+
+
 @register_op(
     "layer_norm", "rms_norm", vectors=((2, "weight"), (3, "bias")),
-    kept=LAYER_NORM_STATISTICS,
+    kept=LAYER_NORM_STATISTICS, linear=_linear,
 )  # fmt: skip
 def last_dimensions(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """Over the last dimensions, which the weight has the shape of."""
@@ -87,7 +97,7 @@ def _by_statistics(call: Call, x: Tensor, delta: Tensor) -> Iterator[tuple[Any, 
         yield b, Dense(delta.sum(1))
 
 
-@register_op("group_norm", vectors=((2, "weight"), (3, "bias")))
+@register_op("group_norm", vectors=((2, "weight"), (3, "bias")), linear=_LINEAR)
 def group_norm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     x, groups, eps = call.value(0, "input"), call.value(1, "num_groups"), call.value(4, "eps", 1e-5)
     yield from _affine(

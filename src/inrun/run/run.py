@@ -383,7 +383,7 @@ class Run(Summary, RunTables):
     def _forget(self) -> None:
         for _, micro in self._micros:
             if micro is not None:
-                micro.records.clear()  # a loss that the loop keeps would keep the MicroBatch alive
+                micro.forget()  # a loss that the loop keeps would keep the MicroBatch alive
         if self._check is not None:
             self._check.calls.clear()
         self._micros, self._memory.held = [], 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,9 +19,11 @@ from inrun.gradients import Dense, Record
 from inrun.gradients.cost import TOGETHER
 from inrun.gradients.embedding import Lookup
 from inrun.gradients.nodes import Node, directions
-from inrun.gradients.records import wide
+from inrun.gradients.records import Pair, wide
+from inrun.gradients.use import Use
 from inrun.optimizers.base import LinearMap, Scale
 from inrun.scoring import contraction_kernel
+from inrun.scoring.uses import Direction, Product, add_uses, joined_row_dots
 from inrun.validation.sweep import Gradients
 
 MEMORY = 2**28  # numbers of the directions of several targets that are held at a time
@@ -30,22 +31,6 @@ NODE_MEMORY = 2**26  # the same for a tensor that is made of parameters
 _LONG = 4  # numbers: so many are below four times bfloat16's rounding once in a million times
 _SMALL = 2**14  # numbers: so few are copied sooner than multiplied on their own
 Products = tuple[Tensor, Tensor]  # ⟨u_q, g_i⟩ [Q, B] and ⟨u_q, G⟩ [Q]
-
-
-@dataclass(eq=False)
-class Direction:
-    """u_q of one parameter for Q targets: K ⊙ v_q, or v_q where there is no factor K."""
-
-    v: Tensor  # [Q, *W]
-    K: Tensor | None = None
-    _full: Tensor | None = field(default=None, init=False, repr=False)
-
-    @property
-    def full(self) -> Tensor:
-        """u itself, computed when it is first asked for [Q, *W]."""
-        if self._full is None:
-            self._full = wide(self.v) if self.K is None else self.K * self.v
-        return self._full
 
 
 def group_values(
@@ -161,20 +146,19 @@ def contract(
     for micro in micros:
         total = torch.zeros(Q, micro.columns, dtype=torch.float64, device=device)
         dense: list[tuple[str, Tensor]] = []
+        uses: list[Use | Product] = [*micro.uses]
         for node, records in micro.nodes(u.keys()):
             for record in records:
                 if type(record) is Dense and node.param is not None:
                     rows = record.grads
                     dense.append((node.name, rows if rows.device == device else rows.to(device)))
+                elif type(record) is Pair and not record.a.is_complex():
+                    uses.append(Product(node, record.to(device)))
                 else:
                     found = _products(node, record.to(device), u)
                     total[:, : found.shape[1]] += found
-        kinds: dict[Any, list[tuple[str, Tensor]]] = {}
-        by_kernel = contraction_kernel.usable_rows([rows for _, rows in dense])
-        for (k, rows), kernel in zip(dense, by_kernel, strict=True):
-            kind = kernel, len(rows), rows.dtype, u[k].v.dtype, G[k].dtype
-            kinds.setdefault(kind, []).append((k, rows))
-        for (kernel, *_), pairs in kinds.items():
+        add_uses(total, uses, u)
+        for kernel, pairs in _kinds(dense, u, G):
             names = [k for k, _ in pairs]
             with_G = covered.isdisjoint(names)
             if kernel:
@@ -186,11 +170,39 @@ def contract(
                 expected += found[:, -1]
                 covered.update(names)
         values.append(total)
-    for k, d in u.items():
-        if k not in covered:
-            full = _side_by_side([d.full])
-            expected += (full @ _row([G[k]], full.dtype)).double()
+    _add_gradient(expected, {k: d for k, d in u.items() if k not in covered}, G)
     return torch.cat(values, dim=1), expected
+
+
+def _add_gradient(expected: Tensor, u: Mapping[str, Direction], G: Mapping[str, Tensor]) -> None:
+    """Add ⟨u_q, G⟩ to ``expected`` [Q]: of directions that were computed as they are, of the others
+    with the batch as one example."""
+    left, known = [], dict[Any, list[tuple[Tensor, Tensor]]]()
+    for k, d in u.items():
+        g = G[k]
+        if len(expected) == 1 and d.known and g.is_contiguous() and not g.is_complex():
+            pair = (contraction_kernel.in_order(d.of(0)), g)
+            kernel = kernels.usable(pair)
+            known.setdefault((g.dtype, pair[0].dtype, kernel), []).append(pair)
+        else:
+            left.append((k, g[None]))
+    for (*_, kernel), pairs in known.items():
+        expected += (contraction_kernel.row_dots if kernel else joined_row_dots)(pairs, 1)
+    for kernel, rows in _kinds(left, u, G):
+        expected += (_kernel_products if kernel else joined_products)(rows, u, None)[:, 0]
+
+
+def _kinds(
+    rows: Sequence[tuple[str, Tensor]], u: Mapping[str, Direction], G: Mapping[str, Tensor]
+) -> Iterator[tuple[bool, list[tuple[str, Tensor]]]]:
+    """Gradients that can be contracted together, and whether the Triton kernel can do it."""
+    kinds: dict[Any, list[tuple[str, Tensor]]] = {}
+    by_kernel = contraction_kernel.usable_rows([x for _, x in rows])
+    for (k, x), kernel in zip(rows, by_kernel, strict=True):
+        kind = kernel, len(x), x.dtype, u[k].v.dtype, G[k].dtype
+        kinds.setdefault(kind, []).append((k, x))
+    for (kernel, *_), pairs in kinds.items():
+        yield kernel, pairs
 
 
 def _products(node: Node, record: Record, u: Mapping[str, Direction]) -> Tensor:
@@ -264,7 +276,7 @@ def components(names: Iterable[str], micros: Sequence[MicroBatch]) -> list[list[
     """Parameters that must be scored together because one tensor is made of several of them."""
     group = {k: {k} for k in names}
     for micro in micros:
-        for node in micro.records:
+        for node in micro.met_nodes:
             joined = set().union(*(group[k] for k in node.roots if k in group))
             for k in joined:
                 group[k] = joined

@@ -90,6 +90,28 @@ def contract(
     return total
 
 
+def row_dots(pairs: Sequence[tuple[Tensor, Tensor]], B: int) -> Tensor:
+    """Σ over pairs of ⟨y_i, δ_i⟩ for each example i: [B].
+
+    Both tensors of a pair have the same number of elements, those of each of the B examples one
+    after the other. All y are of one type, all δ too.
+    """
+    y, delta = [y for y, _ in pairs], [d for _, d in pairs]
+    device, sizes = y[0].device, tuple(x.numel() // B for x in y)
+    table = kernels.addresses([y, delta], device)
+    types = kernels.type_of(y[0]), kernels.type_of(delta[0])
+    total = torch.zeros((B,), dtype=torch.float64, device=device)
+    BP = min(triton.next_power_of_2(B), _EXAMPLES)
+    for even, tensors, starts in kernels.chunks(sizes, device):
+        partial = torch.empty((len(tensors), B), dtype=torch.float32, device=device)
+        _row_dots[(len(tensors),)](
+            table, kernels.integers(sizes, device), tensors, starts, partial, *types,
+            B=B, BP=BP, CHUNK=kernels.CHUNK, BLOCK=max(kernels.CHUNK // BP, 64), EVEN=even,
+        )  # fmt: skip
+        total += partial.sum(0, dtype=torch.float64)
+    return total
+
+
 def _tiles(results: int, half: bool) -> dict[str, int]:
     """How many numbers of a row at a time, and how many warps: the quickest that were tried on an
     H200. For 16 directions and 16 examples in bfloat16 one warp takes 0.51 ms where the usual four
@@ -192,3 +214,28 @@ if kernels.AVAILABLE:
         where = q[:, None] * (B + 1) + b[None, :]
         tl.store(out + where, total, mask=(q[:, None] < Q) & (b[None, :] < B))
         tl.store(out + q * (B + 1) + B, summed, mask=(q < Q) & (tl.program_id(1) == 0))
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _row_dots(  # type: ignore[no-untyped-def]
+        table, sizes, tensors, starts, partial, Y: tl.constexpr, D: tl.constexpr,
+        B: tl.constexpr, BP: tl.constexpr,
+        CHUNK: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
+    ):  # fmt: skip
+        """As ``_contract``, with a direction for each example."""
+        pid = tl.program_id(0)
+        t = tl.load(tensors + pid)
+        start = tl.multiple_of(tl.load(starts + pid), 16)
+        n = read_length(sizes + t, EVEN)
+        of_y, of_d = tensor_at(table, t, 0, 2, Y), tensor_at(table, t, 1, 2, D)
+        out = partial + pid.to(tl.int64) * B
+        for first in range(0, B, BP):
+            b = first + tl.arange(0, BP)
+            total = tl.zeros((BP, BLOCK), dtype=tl.float32)
+            for offset in range(0, CHUNK, BLOCK):
+                at = start + offset + tl.arange(0, BLOCK)
+                where = b[:, None].to(tl.int64) * n + at[None, :]
+                mask = (b[:, None] < B) & (at < n)[None, :]
+                y = tl.load(of_y + where, mask=mask, other=0.0).to(tl.float32)
+                d = tl.load(of_d + where, mask=mask, other=0.0).to(tl.float32)
+                total += y * d
+            tl.store(out + b, tl.sum(total, axis=1), mask=b < B)

@@ -50,7 +50,7 @@ from inrun.scoring.conclude import (
     StepResult,
     best,
 )
-from inrun.scoring.contraction import Direction, cancelling, components, contract, group_values
+from inrun.scoring.contraction import cancelling, components, contract, group_values
 from inrun.scoring.estimators import MAPS, POINTS, Estimator
 from inrun.scoring.moved import Moved
 from inrun.scoring.path import Path, PathBuffers, missed
@@ -65,6 +65,7 @@ from inrun.scoring.received import (
     tolerance_of,
 )
 from inrun.scoring.taken import predict
+from inrun.scoring.uses import Direction
 from inrun.tensors.autocast import no_autocast
 from inrun.validation.sweep import Gradients
 from inrun.validation.validator import Validator
@@ -255,7 +256,7 @@ class Scorer:
 
     def _refuse_unseen(self, names: Iterable[str], micros: list[MicroBatch]) -> None:
         """Raise if a parameter has a gradient but was not captured."""
-        seen = {r for m in micros for node in m.records for r in node.roots}
+        seen = {r for m in micros for node in m.met_nodes for r in node.roots}
         unseen = [k for k in names if k not in seen]
         if unseen:
             raise CaptureError(

@@ -1,0 +1,151 @@
+"""A use of parameters of which nothing is computed in the backward pass: its δ is remembered.
+
+Most operations are linear in their parameters θ together (a weight and its bias). Then
+
+    ⟨u, g_i⟩ = Σ over the numbers of example i of δ ⊙ op(x; u),
+
+with op(x; u) the same operation with the direction u in the place of θ. So the backward pass only
+keeps δ, a reference, and the contraction is one more run of the operation and a sum of products by
+example. Whoever needs the per-example gradients themselves gets them from the operation's rule, as
+if it had run in the backward pass (``Use.records``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inrun.errors import overwritten
+from inrun.gradients import cost
+from inrun.gradients.call import Call, OpRule, present
+from inrun.gradients.owned import by_owner
+from inrun.gradients.records import Record, wide
+from inrun.tensors.autocast import no_autocast
+from inrun.tensors.layout import Layout
+from inrun.torch_compat import version_of
+
+Pairs = list[tuple[Any, Record]]  # (node, record)
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """How an operation is linear in its parameters, the same each time it runs. Numbers are indices
+    of leaves."""
+
+    leaves: tuple[int, ...]  # linear in these together: parameters, perhaps a frozen bias
+    operands: tuple[tuple[int, Any], ...]  # the parameters among them, with their nodes
+    nodes: tuple[Any, ...]
+    others: tuple[int, ...]  # tensors that are not parameters
+
+    @staticmethod
+    def of(call: Call, leaves: tuple[int, ...]) -> Linear:
+        operands = [(i, n) for i in leaves if (n := call.nodes[i]) is not None]
+        others = [i for i, x in enumerate(call.leaves) if isinstance(x, Tensor) and i not in leaves]
+        return Linear(leaves, tuple(operands), tuple(n for _, n in operands), tuple(others))
+
+    def versions(self, leaves: Sequence[Any]) -> list[int]:
+        """How often each input was written to."""
+        return [version_of(leaves[i]) for i in self.others]
+
+
+class Use:
+    """One operation with parameters, and δ = ∂L/∂(output).
+
+    Args:
+        call: with its leaves.
+        delta: of the output's shape.
+        versions: of the inputs, when the operation ran.
+        rule: makes records of δ.
+    """
+
+    __slots__ = ("B", "call", "delta", "dtype", "linear", "nodes", "rule", "versions")
+
+    def __init__(
+        self, call: Call, linear: Linear, delta: Tensor, versions: list[int],
+        rule: Callable[[Call, Tensor], Pairs],
+    ) -> None:  # fmt: skip
+        self.call, self.linear, self.delta, self.rule = call, linear, delta, rule
+        self.versions = [version_of(delta), *versions]
+        self.B, self.nodes, dtype = call.B, linear.nodes, delta.dtype
+        # in which the operation runs again: the range of float16 is too small
+        self.dtype = torch.float32 if dtype == torch.float16 else dtype
+
+    @property
+    def bytes(self) -> int:
+        leaves = self.call.leaves
+        return self.delta.nbytes + sum([leaves[i].nbytes for i in self.linear.others])
+
+    def check(self) -> None:
+        """Refuse tensors that no longer hold what they held in the forward and backward pass."""
+        now = [version_of(self.delta), *self.linear.versions(self.call.leaves)]
+        if now != self.versions:
+            raise overwritten(self.call)
+
+    def along(self, u: Mapping[Any, Tensor]) -> Tensor:
+        """op(x; u) [*shape of the output]; ``u`` has directions of some nodes in ``dtype``, the
+        others do not move."""
+        linear, dtype, call = self.linear, self.dtype, self.call
+        leaves = list(call.leaves)
+        for i in linear.leaves:
+            d = u.get(call.nodes[i])
+            leaves[i] = torch.zeros_like(leaves[i], dtype=dtype) if d is None else d
+        for i in linear.others:
+            x = leaves[i]
+            if x.dtype != dtype and x.is_floating_point():
+                leaves[i] = x.to(dtype)
+        args, kwargs = (leaves, {}) if not call.spec.keywords else call.spec.unflatten(leaves)
+        out: Tensor = call.func(*args, **kwargs)
+        return out
+
+    def in_rows(self) -> bool:
+        """Are the numbers of an example one after the other, and rows examples?"""
+        call = self.call
+        if call.positions is not None or not isinstance(call.layout, Layout):
+            return False
+        return call.layout.dim == 0 and call.layout.outer == 1 and self.delta.is_contiguous()
+
+    def dots(self, y: Tensor) -> Tensor:
+        """⟨δ_i, y_i⟩ for each row i of the records [rows], in at least float32."""
+        call = self.call
+        rows = (wide(call.split(y)) * wide(call.split(self.delta))).reshape(call.B, -1).sum(1)
+        return rows if call.positions is None else call.positions.added(rows)
+
+    def records(self) -> Pairs:
+        """A record of each node, by the operation's rule."""
+        self.check()
+        with no_autocast(self.delta.device.type):
+            pairs, positions = self.rule(self.call, self.delta), self.call.positions
+        if positions is None:
+            return pairs
+        return [(node, by_owner(record, positions, False)) for node, record in pairs]
+
+
+def linear_in(rule: OpRule | None, call: Call, directions: int) -> Linear | None:
+    """How a call is linear in its parameters, if it is better to remember its δ than to make
+    records in the backward pass; else None.
+
+    The cost model has decided between the forms of a product (``call.form``). Elsewhere records are
+    small and δ is not: it is kept where it is small enough, and few directions make the operation
+    run again.
+    """
+    if rule is None or rule.linear is None or call.form == "materialise":
+        return None
+    if rule.sizes is not None and rule.sizes(call) is None:  # replayed
+        return None
+    leaves, nodes = rule.linear(call), [n for n in call.nodes if n is not None]
+    complex_ = any(isinstance(x, Tensor) and x.is_complex() for x in call.leaves)
+    if call.spec.nested is not None or complex_ or len(set(nodes)) < len(nodes):
+        return None
+    if not leaves or not set(present(call.nodes)) <= set(leaves):
+        return None
+    if rule.weight is not None and call.node(*rule.weight) is None:  # a bias alone
+        return None
+    if call.form == "auto":
+        kept = 2 * sum(call.leaves[i].nbytes for i in present(call.layouts))
+        if not cost.remember(kept, directions):
+            return None
+    return Linear.of(call, leaves)

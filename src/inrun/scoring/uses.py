@@ -1,0 +1,166 @@
+"""⟨u, g_i⟩ of what is kept as inputs and δ: uses (gradients/use.py), and ``Pair`` where it is a
+record (of a compiled graph, say). Their operations run again along the directions, and all products
+with δ are summed by example together, on a GPU in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inrun import kernels
+from inrun.gradients.nodes import Node, directions
+from inrun.gradients.records import Pair, in_one_type, inner, wide
+from inrun.gradients.use import Use
+from inrun.scoring import contraction_kernel
+from inrun.tensors.autocast import no_autocast
+
+MEMORY = 2**29  # bytes of results that wait for their sums
+_SMALL = 2**14  # numbers: so few are copied sooner than summed on their own
+
+
+@dataclass(eq=False)
+class Direction:
+    """u_q of one parameter for Q targets: K ⊙ v_q, or v_q where there is no factor K."""
+
+    v: Tensor  # [Q, *W]
+    K: Tensor | None = None
+    _full: Tensor | None = field(default=None, init=False, repr=False)
+    _one: Tensor | None = field(default=None, init=False, repr=False)  # of the only target
+
+    @property
+    def full(self) -> Tensor:
+        """u itself, computed when it is first asked for [Q, *W]."""
+        if self._full is None and self._one is not None:
+            self._full = self._one[None]
+        if self._full is None:
+            self._full = wide(self.v) if self.K is None else self.K * self.v
+        return self._full
+
+    @property
+    def known(self) -> bool:
+        """Is u computed already?"""
+        return self._full is not None or self._one is not None
+
+    def of(self, q: int) -> Tensor:
+        """u_q [*W]."""
+        return self.full[q] if self._one is None else self._one
+
+    @staticmethod
+    def fill(some: Sequence[Direction]) -> None:
+        """Compute u of all these together, for one target."""
+        left = [d for d in some if d._full is None and d._one is None]
+        if len(left) > 1 and len(left[0].v) == 1:
+            v = [d.v.squeeze(0) for d in left]
+            if any(d.K is None for d in left):
+                made = [wide(x) if d.K is None else d.K * x for d, x in zip(left, v, strict=True)]
+            else:
+                made = list(torch._foreach_mul([d.K for d in left if d.K is not None], v))
+            for d, x in zip(left, made, strict=True):
+                d._one = x
+
+
+class Product:
+    """A ``Pair`` of a node, to be contracted with uses."""
+
+    def __init__(self, node: Node, pair: Pair) -> None:
+        self.a, self.delta = in_one_type(pair.a, pair.delta)  # [B, T, I], [B, T, O]
+        self.nodes, self.transposed = (node,), pair.transposed
+        self.B, self.dtype = len(self.a), self.a.dtype
+
+    def check(self) -> None:
+        """Its tensors are nobody else's."""
+
+    def along(self, u: Mapping[Any, Tensor]) -> Tensor:
+        d = u[self.nodes[0]]
+        return self.a @ (d if self.transposed else d.mT)
+
+    def in_rows(self) -> bool:
+        return self.delta.is_contiguous()
+
+    def dots(self, y: Tensor) -> Tensor:
+        return inner(y, self.delta)
+
+
+def add_uses(total: Tensor, uses: Sequence[Use | Product], u: Mapping[str, Direction]) -> None:
+    """Add ⟨u_q, g_i⟩ of these uses to ``total`` [Q, columns]."""
+    moved = {n: not n.roots.isdisjoint(u) for n in {n for use in uses for n in use.nodes}}
+    own = [use for use in uses if any(moved[n] for n in use.nodes)]
+    if not own:
+        return
+    for use in own:
+        use.check()
+    with no_autocast(total.device.type):
+        for q, row in enumerate(total):
+            moving = _moving(own, [n for n, yes in moved.items() if yes], u, q)
+            waiting: list[tuple[Use | Product, Tensor]] = []
+            size = 0
+            for use in own:
+                y = use.along(moving[use.dtype])
+                waiting.append((use, y))
+                size += y.nbytes
+                if size > MEMORY:
+                    _add_dots(row, waiting)
+                    waiting, size = [], 0
+            _add_dots(row, waiting)
+
+
+def _moving(
+    uses: Sequence[Use | Product], nodes: Sequence[Node], u: Mapping[str, Direction], q: int
+) -> dict[torch.dtype, dict[Node, Tensor]]:
+    """The directions of the nodes, in the type of the uses that want them."""
+    Direction.fill([u[k] for k in dict.fromkeys(k for n in nodes for k in n.roots if k in u)])
+    full = {node: _direction(node, u, q) for node in nodes}
+    found: dict[torch.dtype, dict[Node, Tensor]] = {}
+    for use in uses:
+        of_type = found.setdefault(use.dtype, {})
+        for n in use.nodes:
+            if n in full:
+                of_type[n] = full[n]
+    for dtype, own in found.items():
+        other = [n for n, x in own.items() if x.dtype != dtype]
+        if other:
+            given = [own[n] for n in other]
+            cast = kernels.alike(given, dtype)
+            torch._foreach_copy_(cast, given)
+            own.update(zip(other, cast, strict=True))
+    return found
+
+
+def _direction(node: Node, u: Mapping[str, Direction], q: int) -> Tensor:
+    if node.param is not None:
+        return u[node.name].of(q)
+    moving = {k: u[k].full[q : q + 1] for k in node.roots if k in u}
+    return directions(node, moving)[0]
+
+
+def _add_dots(row: Tensor, waiting: Sequence[tuple[Use | Product, Tensor]]) -> None:
+    """Add Σ δ ⊙ y by example to ``row``, for all pairs of a use and its y."""
+    kinds: dict[tuple[int, torch.dtype, bool], list[tuple[Tensor, Tensor]]] = {}
+    others: dict[int, list[Tensor]] = {}
+    for use, y in waiting:
+        delta = use.delta
+        if use.in_rows() and y.is_contiguous():
+            kernel = kernels.usable((delta, y))
+            kinds.setdefault((use.B, delta.dtype, kernel), []).append((y, delta))
+        else:
+            found = use.dots(y)
+            others.setdefault(len(found), []).append(found)
+    for (B, _, kernel), pairs in kinds.items():
+        row[:B] += (contraction_kernel.row_dots if kernel else joined_row_dots)(pairs, B)
+    for n, parts in others.items():
+        row[:n] += torch.stack(parts).sum(0, dtype=torch.float64)
+
+
+def joined_row_dots(pairs: Sequence[tuple[Tensor, Tensor]], B: int) -> Tensor:
+    """Σ over pairs of ⟨y_i, δ_i⟩ for each example i [B], in float64. Both tensors of a pair hold
+    the numbers of each of the B examples one after the other."""
+    sums = [(wide(y) * wide(d)).view(B, -1).sum(1) for y, d in pairs if y.numel() > _SMALL]
+    small = [(wide(y), wide(d)) for y, d in pairs if y.numel() <= _SMALL]
+    if small:
+        products = torch._foreach_mul([y for y, _ in small], [d for _, d in small])
+        sums.append(torch.cat([x.view(B, -1) for x in products], dim=1).sum(1))
+    return torch.stack(sums).sum(0, dtype=torch.float64)
