@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from inrun.capture.micro_batch import MicroBatch
 from inrun.errors import CaptureError
@@ -37,6 +36,7 @@ from inrun.exact.repeat import verified_rows
 from inrun.ledger.entries import Audit
 from inrun.optimizers import rule_for
 from inrun.optimizers.base import LinearMap, Scale, has_own_rule
+from inrun.optimizers.joint import Optimizers, members_of
 from inrun.scoring.clipping import Clipping, ClippingWatch, Unrecognised
 from inrun.scoring.conclude import (
     NOT_FINITE,
@@ -100,7 +100,7 @@ class Scorer:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizers,
         params: Mapping[str, Tensor],
         estimators: Sequence[Estimator],
         validator: Validator,
@@ -108,8 +108,9 @@ class Scorer:
         scaler: Any,
     ) -> None:
         self.model, self.optimizer, self.params = model, optimizer, params
-        self.rule, cls = rule_for(optimizer), type(optimizer)
-        self._borrowed_by = None if has_own_rule(cls) else cls  # the rule of a base class
+        self.rules = [(o, rule_for(o)) for o in members_of(optimizer)]
+        kinds = [type(o) for o, _ in self.rules]  # one may have the rule of its base class
+        self._borrowed_by = next((cls for cls in kinds if not has_own_rule(cls)), None)
         self.estimators, self.validator, self.scaler = estimators, validator, scaler
         self.targets = [t.name for t in validator.targets]
         self.accumulated = Accumulated()
@@ -199,7 +200,7 @@ class Scorer:
         params = {k: p for k, p in self.params.items() if p.grad is not None}
         if not self.conclusion.verified:
             self._refuse_unseen(params, micros)
-        moved = param_steps(self.optimizer, self.rule)
+        moved = [m for o, rule in self.rules for m in param_steps(o, rule)]
         own = {id(m.p): i for i, m in enumerate(moved)}
         places = [own[id(p)] for p in params.values()]
         g = [moved[i].g for i in places]
@@ -276,9 +277,11 @@ class Scorer:
         """By parameter (1-D ones): a flag, True if its per-example gradients cancel in this step.
         Which can cancel depends on the model, so the full scan runs only at audits and when the
         model changes."""
-        if not self.rule.adaptive:
+        pairs = zip(step.G.items(), step.places, strict=True)
+        G = {k: g for (k, g), i in pairs if step.moved[i].rule.adaptive}
+        micros = step.micros
+        if not G:
             return {}
-        G, micros = step.G, step.micros
         state = list(G), [m.training for m in self.validator.modules]
         if step.audit or not self.conclusion.verified or state != self._looked_at:
             flags = cancelling(G, micros)

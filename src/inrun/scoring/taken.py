@@ -99,7 +99,7 @@ def predict(moved: Sequence[ParamStep], path: Path, views: SampleViews | None) -
         groups: dict[Any, list[ParamStep]] = {}  # whose samples are computed together
         for m in moved:
             if m.p.numel():
-                kind = m.kind or (m.p.dtype, m.g.dtype, m.p.device)
+                kind = m.kind or (id(m.rule), m.p.dtype, m.g.dtype, m.p.device)
                 groups.setdefault(kind, []).append(m)
         pieces = [_sampled(members, views) for members in groups.values()]
     grads = [(m.p, g, version_of(g)) for m in moved if (g := m.p.grad) is not None]
