@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from inrun.optimizers.adam import quotient
 from inrun.optimizers.base import LinearMap, register_optimizer
@@ -55,15 +56,30 @@ def secant(g: Tensor, w: Tensor, s: State, o: Options) -> LinearMap:
     return lambda v: _project(K * _project(v.to(g.dtype), s), s, back=True).to(v.dtype)
 
 
+def _unsupported(optimizer: Optimizer) -> str | None:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p.dtype in (torch.float16, torch.bfloat16) for p in params):
+        return (
+            "in half precision much of its step is the rounding of its eigenbasis, which no rule "
+            "can follow. Keep the weights in float32 and use torch.autocast"
+        )
+    return _options(optimizer)
+
+
+_options = refuses("merge_dims", "normalize_gradient", *PYTORCH_OPTIMIZER)
+
+
 @register_optimizer(
     "pytorch_optimizer.SOAP", decay=_decay, coordinatewise=False, secant_map=secant,
-    unsupported=refuses("merge_dims", "normalize_gradient", *PYTORCH_OPTIMIZER),
+    unsupported=_unsupported,
 )  # fmt: skip
 def soap(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
-    """η(√c₂/c₁)·R(P(a)/(√b + ε)): see the top of this file."""
+    """η(√c₂/c₁)·R(P(a)/(√b + ε)): see the top of this file. Operation by operation as the optimizer
+    does it: where a gradient has no part along an axis of the basis, both P(a) and √b are rounding
+    errors, and the optimizer moves by their ratio."""
     if not _begun(s, o):
         return torch.zeros_like(g)
     beta1, beta2 = o["betas"]
-    a = beta1 * s["exp_avg"].to(g.dtype) + (1 - beta1) * g
-    b = beta2 * s["exp_avg_sq"] + (1 - beta2) * _project(g, s) ** 2
+    a = torch.lerp(s["exp_avg"].to(g.dtype), g, 1 - beta1)
+    b = torch.lerp(s["exp_avg_sq"].to(g.dtype), _project(g, s).square(), 1 - beta2)
     return _size(o) * _project(_project(a, s) / (b.sqrt() + o["eps"]), s, back=True)

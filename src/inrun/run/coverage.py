@@ -129,7 +129,7 @@ class UnscoredParameters:
                 "the loss inside run.batch also trains parameters that are not scored: "
                 f"{'; '.join(found[:5])}{more}. What examples do through them is in no value; "
                 "run.coverage() lists them. To score them too, watch a module that contains them "
-                "all, with one optimizer.",
+                "all, with all of their optimizers in a list.",
                 stacklevel=5,
             )
         return bool(found)
