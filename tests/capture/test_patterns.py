@@ -252,7 +252,7 @@ def test_a_loss_that_is_kept_keeps_no_records():
     with run.batch(range(N)):
         loss = square(model, x)
         loss.backward()
-    ((_, micro),) = run._micros
+    ((_, micro),) = run._steppers[0].micros
     assert micro.records
     optimizer.step()
     assert loss.grad_fn is not None and not micro.records
@@ -429,4 +429,4 @@ def test_closing_inside_a_batch_keeps_nothing():
     with run.batch(range(6)):
         square(model, x).backward()
         run.close()
-    assert not run._micros and not run._scorer.accumulated._held
+    assert not run._steppers[0].micros and not run._steppers[0].scorer.accumulated._held

@@ -243,7 +243,7 @@ def test_accumulation_gives_the_values_of_one_large_batch():
 
 def test_dropout_rows_add_up_to_the_gradient():
     run, _, _ = train(plain, Dropped(), True, steps=3)
-    assert run._scorer.conclusion.verified and run.steps()["void"].isna().all()
+    assert run._steppers[0].scorer.conclusion.verified and run.steps()["void"].isna().all()
 
 
 @pytest.mark.parametrize("loop", ["clipped_by_norm", "clipped_by_value"])

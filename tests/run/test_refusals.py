@@ -97,13 +97,6 @@ def test_deepspeed_is_refused():
         watch(model, zero)
 
 
-@pytest.mark.parametrize("many", [list, tuple])
-def test_several_optimizers_are_refused(many):
-    model, optimizer = parts()
-    with pytest.raises(TypeError, match=f"one optimizer, not a {many.__name__} of 2.*groups"):
-        watch(model, many([optimizer, optimizer]))
-
-
 def test_accelerates_optimizer_is_refused_and_the_way_out_works():
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState

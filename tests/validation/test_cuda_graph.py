@@ -435,7 +435,7 @@ def test_a_loop_may_hold_on_to_its_loss_while_a_pass_is_recorded(estimator, kind
                 optimizer.step()
                 optimizer.zero_grad()
                 F.dropout(X)  # random numbers after what may have failed
-            made = len(run._scorer.validator._graphs._graphs)
+            made = len(run._steppers[0].scorer.validator._graphs._graphs)
         assert torch.isfinite(loss.detach()) and run.steps()["void"].isna().all()
         return torch.tensor(run.history()["value"].to_numpy()), made
 

@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from inrun.capture.micro_batch import MicroBatch
 from inrun.exact import reference
@@ -142,7 +141,7 @@ def _ratio(off: float, size: float) -> float:
 def compare(
     check: Check, ids: np.ndarray, estimate: np.ndarray, rows: Mapping[str, Tensor],
     nobody: Mapping[str, Tensor], params: Mapping[str, Tensor], model: nn.Module,
-    optimizer: Optimizer, loss: Callable[[], float], clip: Any,
+    optimizer: reference.Optimizers, loss: Callable[[], float], clip: Any,
 ) -> None:  # fmt: skip
     """Fill in a check: exact Shapley values by the real optimizer on copies. ``rows`` are the
     per-example gradients, ``clip`` what happens to a coalition's before the optimizer sees it.
@@ -155,7 +154,7 @@ def compare(
     n = len(ids) + bool(nobody)
     name_of = {id(p): k for k, p in params.items()}
     gradients: list[Tensor | None] = []
-    for group in optimizer.param_groups:
+    for group in reference.groups_of(optimizer):
         for p in group["params"]:
             own = rows.get(name_of.get(id(p), ""))
             if own is None and p.grad is not None:  # not scored: every example has a share
@@ -184,6 +183,8 @@ def per_example(params: Mapping[str, Tensor], micros: Sequence[MicroBatch]) -> d
         for node, records in micro.by_example():
             for record in records:
                 for k, g in pull_back(node, record.rows()).items():
+                    if k not in params:  # of an optimizer that steps by itself
+                        continue
                     p = params[k]
                     rows.setdefault(k, p.new_zeros((total, *p.shape)))
                     rows[k][start : start + micro.B] += g[: micro.B].to(p.device, p.dtype)

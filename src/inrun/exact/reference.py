@@ -10,7 +10,7 @@ import copy
 import itertools
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Utility = Callable[[frozenset[int]], float]
+Optimizers = Optimizer | Iterable[Optimizer]  # several step one after the other
 
 
 def per_example_gradients(
@@ -154,14 +155,27 @@ def permutation_shapley(
     return marginals.mean(axis=0), error
 
 
+def groups_of(optimizer: Optimizers) -> list[dict[str, Any]]:
+    """The parameter groups of an optimizer, or of several in their order."""
+    members = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    return [group for o in members for group in o.param_groups]
+
+
 def stepped(
-    optimizer: Optimizer, gradients: Sequence[Tensor | None], scale: Tensor | None = None
+    optimizer: Optimizers, gradients: Sequence[Tensor | None], scale: Tensor | None = None
 ) -> list[Tensor]:
     """The weights after a real ``optimizer.step()`` on a copy, for these gradients.
 
     Weights and gradients are in the order of the optimizer's parameter groups. The optimizer
     itself, its state and its parameters are not changed.
     """
+    if not isinstance(optimizer, Optimizer):
+        rest = iter(gradients)
+        found = []
+        for o in optimizer:
+            n = sum(len(group["params"]) for group in o.param_groups)
+            found += stepped(o, list(itertools.islice(rest, n)), scale)
+        return found
     twin = copy.deepcopy(optimizer)
     for name, value in vars(optimizer).items():  # attributes of subclasses are not in its state
         if not name.startswith("_optimizer") and name not in ("grad_scale", "found_inf"):
@@ -174,10 +188,10 @@ def stepped(
 
 
 def value_of(
-    model: nn.Module, optimizer: Optimizer, weights: Sequence[Tensor], loss: Callable[[], float]
+    model: nn.Module, optimizer: Optimizers, weights: Sequence[Tensor], loss: Callable[[], float]
 ) -> float:
     """A loss of the model with these weights for the optimizer's parameters; then the old ones."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = [p for group in groups_of(optimizer) for p in group["params"]]
     own = [p.data for p in params]
     try:
         for p, w in zip(params, weights, strict=True):
@@ -190,7 +204,7 @@ def value_of(
 
 def coalition_utility(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizers,
     gradients: Sequence[Tensor | None],
     loss: Callable[[], float],
     clip: Callable[[list[Tensor | None]], list[Tensor | None]] = lambda g: g,
@@ -214,7 +228,7 @@ def coalition_utility(
 
 def values(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizers,
     rows: Sequence[Tensor],
     loss: Callable[[nn.Module], Tensor],
     kind: str = "secant",
@@ -250,7 +264,7 @@ def values(
         down = stepped(optimizer, [g - h for g, h in zip(G, size, strict=True)])
         change = [(d - u) / (2 * h) for u, d, h in zip(up, down, size, strict=True)]
     else:
-        lr = [float(group["lr"]) for group in optimizer.param_groups for _ in group["params"]]
+        lr = [float(group["lr"]) for group in groups_of(optimizer) for _ in group["params"]]
         change = [torch.full_like(g, eta) for g, eta in zip(G, lr, strict=True)]
     total = torch.zeros(len(rows[0]), dtype=rows[0].dtype)
     for c, v, g, r in zip(change, gradient, G, rows, strict=True):
@@ -261,11 +275,11 @@ def values(
 
 
 def _validation_gradient(
-    model: nn.Module, optimizer: Optimizer, loss: Callable[[nn.Module], Tensor],
+    model: nn.Module, optimizer: Optimizers, loss: Callable[[nn.Module], Tensor],
     without: Sequence[Tensor], with_batch: Sequence[Tensor], points: Sequence[float | None],
 ) -> list[Tensor]:  # fmt: skip
     """The mean of the validation gradients at these points of the path from w_∅ to w_B."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = [p for group in groups_of(optimizer) for p in group["params"]]
     own = [p.data for p in params]
     gradient = [torch.zeros_like(w) for w in own]
     for x in points:

@@ -1,6 +1,6 @@
 """Optimizer rules: what a step does with the gradient, and how credit flows back through it.
 
-Importing this package registers the rules of `torch.optim`.
+Importing this package registers the rules of `torch.optim` and of some other libraries.
 """
 
 from inrun.optimizers import (  # noqa: F401  (each registers its rules)
@@ -8,9 +8,16 @@ from inrun.optimizers import (  # noqa: F401  (each registers its rules)
     adam,
     adam_relatives,
     adaptive,
+    ademamix,
+    lamb,
+    lion,
+    low_bit,
     muon,
+    prodigy,
     refused,
+    schedule_free,
     sgd,
+    soap,
 )
 from inrun.optimizers.base import (
     LinearMap,

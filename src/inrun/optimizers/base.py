@@ -90,6 +90,9 @@ class Rule:
         twin: a function equal to ``update`` up to its low-precision rounding, to differentiate
             instead of it (Muon computes in bfloat16).
         nodes: Gauss–Legendre nodes of the path integral.
+        secant_map: instead of the path integral, for an update that is not coordinate-wise: an
+            exact secant, ``(g, w, state, options) -> map``.
+        unsupported: of an optimizer of this class, why its options cannot be watched, or None.
         one_pass: by name of a map (scoring/estimators.py): a function that computes the map's K and
             the weights at a point of the path together, faster than one after the other.
         whole_model: makes of all parameters one step for a GPU kernel (adam_kernel.py).
@@ -104,6 +107,8 @@ class Rule:
     derivative: UpdateMap | None = None
     twin: UpdateMap | None = None
     nodes: int = 8
+    secant_map: Callable[[Tensor, Tensor, State, Options], LinearMap] | None = None
+    unsupported: Callable[[Optimizer], str | None] | None = None
     one_pass: Mapping[str, OnePass] = field(default_factory=dict, hash=False)
     whole_model: ToWholeModel | None = None
 
@@ -121,6 +126,8 @@ class Rule:
         g, s = widen(g, s, torch.float32)
         if self.factor is not None:
             return Scale(self.factor(g, w, s, o).expand_as(g))
+        if self.secant_map is not None:
+            return self.secant_map(g, w, s, o)
         if self.coordinatewise:
             return Scale(divided_difference(self.update, g, w, s, o))
 
@@ -143,7 +150,7 @@ class Rule:
         momentum, as at its first step). A ``twin`` stands for Ψ: the rounding of a low-precision
         update is no fault of the secant, and would drown its error where Δ is small beside Ψ.
         """
-        if self.coordinatewise or self.factor is not None:
+        if self.coordinatewise or self.factor is not None or self.secant_map is not None:
             return torch.zeros((), device=g.device)
         g, s = widen(g, s, torch.float32)
         function = self.twin or self.update
@@ -227,12 +234,15 @@ def _untouched(s: State, g: Tensor) -> Tensor:
     return still
 
 
-_REGISTERED: dict[type[Optimizer], Rule] = {}
-_REFUSED: dict[type[Optimizer], str] = {}
+# By class, or by package and name of a class of another library, which need not be installed.
+Which: TypeAlias = type[Optimizer] | str
+_REGISTERED: dict[Which, Rule] = {}
+_REFUSED: dict[Which, str] = {}
 
 
-def register_optimizer(cls: type[Optimizer], **options: Any) -> Callable[[UpdateMap], UpdateMap]:
-    """Decorator: the function below is the update map of the optimizer class ``cls``.
+def register_optimizer(cls: Which, **options: Any) -> Callable[[UpdateMap], UpdateMap]:
+    """Decorator: the function below is the update map of the optimizer class ``cls``, or of the
+    class of this name in a package, ``"lion_pytorch.Lion"``.
 
     ``options`` are the other fields of :class:`Rule`. Subclasses of ``cls`` use the same rule
     unless they have one of their own.
@@ -245,7 +255,7 @@ def register_optimizer(cls: type[Optimizer], **options: Any) -> Callable[[Update
     return decorate
 
 
-def refuse_optimizer(cls: type[Optimizer], why: str) -> None:
+def refuse_optimizer(cls: Which, why: str) -> None:
     """Declare that ``cls`` cannot have a rule, with the reason users are told."""
     _REFUSED[cls] = why
 
@@ -253,19 +263,22 @@ def refuse_optimizer(cls: type[Optimizer], why: str) -> None:
 def rule_for(optimizer: Optimizer) -> Rule:
     """The rule of this optimizer's class or of its nearest base class that has one."""
     name = type(optimizer).__name__
-    for cls in type(optimizer).__mro__:
-        if cls in _REFUSED:
-            raise TypeError(f"inrun cannot watch {name}: {_REFUSED[cls]}")
-        if cls in _REGISTERED:
-            return _REGISTERED[cls]
-    known = ", ".join(sorted(map(_qualified, _REGISTERED)))
+    for key in (key for cls in type(optimizer).__mro__ for key in (cls, _by_name(cls))):
+        if key in _REFUSED:
+            raise TypeError(f"inrun cannot watch {name}: {_REFUSED[key]}")
+        if key in _REGISTERED:
+            rule = _REGISTERED[key]
+            if rule.unsupported is not None and (why := rule.unsupported(optimizer)):
+                raise TypeError(f"inrun cannot watch this {_by_name(type(optimizer))}: {why}")
+            return rule
+    known = sorted(map(_qualified, _REGISTERED))
     twins = "".join(
-        f" {_qualified(c)} is another class, whose update may differ." for c in _REGISTERED
-        if c.__name__ == name
+        f" {c} is another class, whose update may differ." for c in known
+        if c.rpartition(".")[2] == name
     )  # fmt: skip
     raise TypeError(
         f"inrun has no rule for the optimizer {_qualified(type(optimizer))}.{twins} Rules exist "
-        f"for {known}. Add one with @inrun.register_optimizer({name}), on a "
+        f"for {', '.join(known)}. Add one with @inrun.register_optimizer({name}), on a "
         "pure function (g, w, state, options) that returns what a step subtracts from the weights "
         "(docs/optimizers.md shows Lion)."
     )
@@ -273,10 +286,17 @@ def rule_for(optimizer: Optimizer) -> Rule:
 
 def has_own_rule(cls: type) -> bool:
     """Is there a rule of this very class, not of a base class?"""
-    return cls in _REGISTERED
+    return cls in _REGISTERED or _by_name(cls) in _REGISTERED
 
 
-def _qualified(cls: type) -> str:
+def _by_name(cls: type) -> str:
+    """``lion_pytorch.Lion``: package and name, wherever in the package the class is."""
+    return f"{cls.__module__.partition('.')[0]}.{cls.__name__}"
+
+
+def _qualified(cls: Which) -> str:
     """``torch.optim.AdamW``: torch's own by the name they are imported under."""
+    if isinstance(cls, str):
+        return cls
     module = "torch.optim" if cls.__module__.startswith("torch.optim.") else cls.__module__
     return f"{module}.{cls.__qualname__}"

@@ -19,3 +19,13 @@ refuse_optimizer(
     "it takes sparse gradients, whose untouched rows keep stale moments; captured gradients are "
     "dense. Use AdamW with nn.Embedding(sparse=False) instead.",
 )
+_IN_BACKWARD = (
+    "it steps during backward(), parameter by parameter, and moves weights before all gradients of "
+    "the batch are known, so no coalition of the batch has a step. Use an optimizer that steps "
+    "after backward()"
+)
+for name in (
+    "transformers.LayerWiseDummyOptimizer", "lomo_optim.Lomo", "lomo_optim.AdaLomo",
+    "pytorch_optimizer.LOMO", "pytorch_optimizer.AdaLOMO",
+):  # fmt: skip
+    refuse_optimizer(name, _IN_BACKWARD)

@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,14 @@ class Config:
     ignore: tuple[str, ...]
     form: Form
     seed: int
+    step_together: bool = True  # with several optimizers: their steps make one step
+
+    def saved(self) -> dict[str, Any]:
+        """For run.json; a run of one optimizer is described as before there could be several."""
+        found = asdict(self)
+        if self.step_together:
+            del found["step_together"]
+        return found
 
     def scores(self, step: int) -> bool:
         """Is this step scored? True with probability 1/every, the same for all its batches."""

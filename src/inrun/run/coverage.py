@@ -9,9 +9,9 @@ from typing import Any
 
 import pandas as pd
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from inrun.errors import complex_parameters
+from inrun.optimizers.joint import Optimizers, members_of, name_of
 from inrun.run.refusals import ignored
 from inrun.torch_compat import COMPILED_PREFIX, children_of, parameters_of
 from inrun.validation.identity import same
@@ -20,7 +20,7 @@ NOT_HELD = "not in the optimizer"
 OUTSIDE = "outside the watched model"
 
 
-def held_names(optimizer: Optimizer) -> dict[int, str]:
+def held_names(optimizer: Optimizers) -> dict[int, str]:
     """The names of the parameters that an optimizer was given by name."""
     return {
         id(p): name
@@ -29,13 +29,13 @@ def held_names(optimizer: Optimizer) -> dict[int, str]:
     }
 
 
-def held_by(optimizer: Optimizer) -> frozenset[int]:
+def held_by(optimizer: Optimizers) -> frozenset[int]:
     """``id(p)`` of each parameter that the optimizer trains."""
     return frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
 
 
 def scored_parameters(
-    model: nn.Module, optimizer: Optimizer, ignore: Sequence[str]
+    model: nn.Module, optimizer: Optimizers, ignore: Sequence[str]
 ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, str]]]:
     """The parameters to score by name, and the others with the reason they are left alone."""
     held = held_by(optimizer)
@@ -73,7 +73,7 @@ def _shared(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: used for name, used in names.items() if name != used}
 
 
-def _refuse_complex(named: Mapping[str, Tensor], optimizer: Optimizer) -> None:
+def _refuse_complex(named: Mapping[str, Tensor], optimizer: Optimizers) -> None:
     """Refuse complex parameters, ignored ones too: the midpoint needs every update."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     found = [p for p in params if p.requires_grad and p.is_complex()]
@@ -116,7 +116,7 @@ def _all(stores: Sequence[Mapping[str, Any]]) -> list[Any]:
     return list(chain.from_iterable([x.values() for x in stores]))
 
 
-def trainable(modules: Sequence[nn.Module], optimizer: Optimizer) -> tuple[int, ...]:
+def trainable(modules: Sequence[nn.Module], optimizer: Optimizers) -> tuple[int, ...]:
     """A key that changes when layers are frozen or unfrozen or the optimizer gets parameters."""
     held = sum(len(group["params"]) for group in optimizer.param_groups)
     params = _all(list(map(parameters_of, modules)))
@@ -135,7 +135,7 @@ class UnscoredParameters:
         self,
         left_out: Mapping[str, tuple[Tensor, str]],
         outsiders: Iterable[Tensor],
-        optimizer: Optimizer,
+        optimizer: Optimizers,
     ) -> bool:
         """After a batch: warn of those that have a gradient for the first time; were there any?"""
         found = []
@@ -153,7 +153,7 @@ class UnscoredParameters:
                 "the loss inside run.batch also trains parameters that are not scored: "
                 f"{'; '.join(found[:5])}{more}. What examples do through them is in no value; "
                 "run.coverage() lists them. To score them too, watch a module that contains them "
-                "all, with one optimizer.",
+                "all, with all of their optimizers in a list.",
                 stacklevel=5,
             )
         return bool(found)
@@ -182,17 +182,20 @@ def coverage_table(
     return pd.DataFrame(rows, columns=columns)
 
 
-def describe(model: nn.Module, optimizer: Optimizer, coverage: pd.DataFrame) -> dict[str, Any]:
+def describe(model: nn.Module, optimizer: Optimizers, coverage: pd.DataFrame) -> dict[str, Any]:
     """The description of a run that goes into run.json."""
     scored = coverage.loc[coverage["status"] == "scored", "size"].sum()
     trained = coverage.loc[coverage["status"] != "frozen", "size"].sum()
+    several = len(members_of(optimizer)) > 1
     groups = [
-        {k: _option_as_json(v) for k, v in group.items() if k not in ("params", "param_names")}
-        for group in optimizer.param_groups
+        ({"optimizer": type(o).__name__} if several else {})
+        | {k: _option_as_json(v) for k, v in group.items() if k not in ("params", "param_names")}
+        for o in members_of(optimizer)
+        for group in o.param_groups
     ]
     return {
         "model": {"class": type(model).__name__, "parameters": int(coverage["size"].sum())},
-        "optimizer": {"class": type(optimizer).__name__, "groups": groups},
+        "optimizer": {"class": name_of(optimizer), "groups": groups},
         "coverage": {
             "share": float(scored / trained) if trained else 0.0,
             "parameters": coverage.astype({"shape": str}).to_dict("records"),

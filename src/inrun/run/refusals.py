@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from inrun.errors import ValidationError
 from inrun.optimizers import rule_for
+from inrun.optimizers.joint import Joint, Optimizers
 from inrun.scoring.estimators import Estimator
 
 ONE_PROCESS = (
@@ -70,15 +71,55 @@ def _many_processes(module: nn.Module) -> str | None:
     return None
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Refuse what has no rule; lists and wrappers are told apart from unknown optimizers."""
-    if isinstance(optimizer, (list, tuple, Mapping)):
+def check_optimizers(optimizer: Any, model: nn.Module, together: bool, every: int) -> Optimizers:
+    """The optimizers to watch: one, or several as one. Refuses what has no rule, and what does not
+    fit together."""
+    if isinstance(optimizer, Mapping):
         raise TypeError(
-            f"watch takes one optimizer, not a {type(optimizer).__name__} of {len(optimizer)}. "
-            "Give the parameters to one optimizer, in parameter groups with options of their own, "
-            "or watch one of them: what the others train is listed in run.coverage() as not in "
-            "the optimizer, and nobody is credited for it"
+            "watch takes an optimizer or a list of them, not a "
+            f"{type(optimizer).__name__}: pass list(optimizers.values())"
         )
+    members = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    if not members:
+        raise TypeError("watch got an empty list of optimizers")
+    for member in members:
+        _check_optimizer(member)
+    _refuse_in_backward(model)
+    _refuse_twice(members, model)
+    if not together and len(members) > 1 and every > 1:
+        raise ValueError(
+            f"every={every} draws steps by chance, and with step_together=False one batch belongs "
+            "to several steps: pass every=1, or let the optimizers step together"
+        )
+    return members[0] if len(members) == 1 else Joint(members)
+
+
+def _refuse_twice(members: Sequence[Optimizer], model: nn.Module) -> None:
+    """No parameter may be moved by two optimizers."""
+    first: dict[int, int] = {}
+    for i, optimizer in enumerate(members):
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if first.setdefault(id(p), i) != i:
+                name = next((k for k, own in model.named_parameters() if own is p), "(no name)")
+                raise ValueError(
+                    f"parameter {name} is in two of the optimizers ({first[id(p)] + 1} and "
+                    f"{i + 1}): each would move it. Give each parameter to one optimizer"
+                )
+
+
+def _refuse_in_backward(model: nn.Module) -> None:
+    """Refuse parameters whose optimizer steps during the backward pass."""
+    for name, p in model.named_parameters():
+        if hasattr(p, "_in_backward_optimizers"):  # set by torch's _apply_optimizer_in_backward
+            raise TypeError(
+                f"parameter {name} has an optimizer that steps during backward() "
+                "(_apply_optimizer_in_backward): it moves weights before all gradients of the "
+                "batch are known, so no coalition of the batch has a step. Step after backward()"
+            )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    """Refuse what has no rule; wrappers are told apart from unknown optimizers."""
     if isinstance(optimizer, nn.Module):
         raise TypeError("watch got a module as the optimizer: call watch(model, optimizer, ...)")
     inner = getattr(optimizer, "optimizer", None)

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import pandas as pd
@@ -26,6 +25,9 @@ from inrun.exact.check import PERMUTATIONS, Check
 from inrun.exact.repeat import ModelCalls
 from inrun.ledger import LedgerError
 from inrun.ledger.entries import Ledger, RunTables, StepEntry
+from inrun.optimizers.joint import Optimizers, members_of
+from inrun.run.attaching import Hooks
+from inrun.run.begin_end import BeginEnd
 from inrun.run.bookkeeping import (
     Config,
     EmptyBatches,
@@ -45,21 +47,20 @@ from inrun.run.coverage import (
     trainable,
 )
 from inrun.run.logging import Summary
+from inrun.run.stepping import IN_BATCH, Stepper
 from inrun.scoring.conclude import Begun, Pending, StepResult
 from inrun.scoring.estimators import Estimator
 from inrun.scoring.scorer import Scorer
 from inrun.validation.validator import Validator
 
-_WATCHED: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
 
-
-class Run(Summary, RunTables):
+class Run(BeginEnd, Summary, RunTables):
     """A watched training run. Made by :func:`inrun.watch`."""
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizers,
         config: Config,
         validator: Validator,
         ledger: Ledger,
@@ -78,42 +79,29 @@ class Run(Summary, RunTables):
         self._trainable = trainable(self._tree.modules(), optimizer)
         self.step = 0  # optimizer steps so far
         self.unwatched = 0  # of these, steps without a batch
-        self._next_audit = 0  # the first scored step from here on is audited
         self._validator, self._ledger = validator, ledger
         self._overwrite, self._loaded, self._described = overwrite, False, False
-        self._scorer = Scorer(
-            model, optimizer, self.params, self.estimators, validator, max_norm, scaler
-        )
+        together = (optimizer,) if config.step_together else members_of(optimizer)
+        self._steppers = [
+            Stepper(o, Scorer(model, o, self.params, self.estimators, validator, max_norm, scaler))
+            for o in together
+        ]
+        for stepper in self._steppers:
+            stepper.score(self.params)
         self._memory = MemoryLimit(memory_limit, offload, self._device)
         self._capture = Capture(
             model, self.params, batch_dim=config.batch_dim, form=config.form,
             fast=config.training == "fast", directions=len(self.targets) * len(self.estimators),
             offload=offload, check_memory=self._memory.add, on_first_gradient=self._first_gradient,
         )  # fmt: skip
-        self._micros: list[tuple[np.ndarray, MicroBatch | None]] = []  # of this step
-        self._taking: tuple[StepEntry, StepResult | Begun] | None = None  # inside optimizer.step()
         self._empty, self._unscored = EmptyBatches(), UnscoredParameters()
         self._capture.on_empty = self._empty.ended
         self._capture.provenance.held = held_by(optimizer)
         self.tally = Tally()
-        self._entries = EntryQueue(ledger, self.tally, self._scorer.settled)
+        self._entries = EntryQueue(ledger, self.tally, self._on_result)
         self._id_type: type | None = None
         self._check: Check | None = None
-        self._depth = 0  # an optimizer whose step() calls its base class's runs the hooks twice
-        self._hooks: list[Any] = []
-        self._attach()
-
-    def _attach(self) -> None:
-        """Hook ``optimizer.step()``; refuse a model or optimizer that another run watches."""
-        if self.model in _WATCHED or self.optimizer in _WATCHED:
-            raise RuntimeError(
-                "this model or optimizer is being watched already: close() the other run first; "
-                "several targets or estimators fit into one"
-            )
-        _WATCHED[self.model] = _WATCHED[self.optimizer] = None
-        before, after = _eager(self._on_step), _eager(self._after_step)
-        self._hooks.append(self.optimizer.register_step_pre_hook(before))
-        self._hooks.append(self.optimizer.register_step_post_hook(after))
+        self._hooks = Hooks(model, self._steppers, self._on_step, self._after_step)
 
     # The training loop's side
 
@@ -144,16 +132,18 @@ class Run(Summary, RunTables):
             raise BatchError("run.batch inside run.batch: one batch at a time")
         array, self._id_type = as_ids(ids, self._id_type)
         owner = as_owner(owner, len(array))
-        self._depth = 0  # a step that raised did not count down
-        self._give_up_step()
+        for stepper in self._steppers:
+            self._give_up_step(stepper)
+            stepper.forget_calls()
         self._rescan()
         if not self.config.scores(self.step):
             self._drop_skipped()
             yield
-            self._micros.append((array, None))
-            self._scorer.accumulated.note(self.params, scored=False)
+            for stepper in self._steppers:
+                stepper.micros.append((array, None))
+                stepper.scorer.accumulated.note(stepper.params, scored=False)
             return
-        held, self._memory.batches = self._memory.held, len(self._micros)
+        held, self._memory.batches = self._memory.held, max(len(s.micros) for s in self._steppers)
         try:
             with self._noting_calls(), self._capture.batch(len(array), owner, tokens) as micro:
                 yield
@@ -169,8 +159,10 @@ class Run(Summary, RunTables):
             if self._check is not None:
                 self._check.calls.pop()
             return
-        self._micros.append((array, micro))
-        self._scorer.accumulated.note(self.params, audit=self._audited())
+        for stepper in self._steppers:
+            stepper.keep(array, micro, self._audited(stepper), len(self._steppers) == 1)
+        if len(self._steppers) > 1:
+            micro.records.clear()  # each has its own part
         outsiders = list(self._capture.provenance.outsiders.values())
         if self._unscored.look(self._left_out, outsiders, self.optimizer) and self._described:
             self._ledger.update_info(**describe(self.model, self.optimizer, self.coverage()))
@@ -200,17 +192,16 @@ class Run(Summary, RunTables):
         Raises LedgerError if records could not be written; call it again once they can.
         """
         if self._hooks:
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = []
-            _WATCHED.pop(self.model, None)
-            _WATCHED.pop(self.optimizer, None)
-            self._give_up_step()
+            self._hooks.remove()
+            self._drop_open_batch()
+            for stepper in self._steppers:
+                self._give_up_step(stepper, refuse=False)
             self._entries.settle()
-            self._forget()
+            self._forget(*self._steppers)
             self._capture.close()
             self._validator.close()
-            self._scorer.close()
+            for stepper in self._steppers:
+                stepper.scorer.close()
         try:
             self._settled().close()
         finally:
@@ -237,7 +228,7 @@ class Run(Summary, RunTables):
         return {
             "step": self.step,
             "unwatched": self.unwatched,
-            "next_audit": self._next_audit,
+            "next_audit": [stepper.next_audit for stepper in self._steppers],
             "validation": self._validator.state_dict(),
             "ledger": ledger.state_dict(),
         }
@@ -252,59 +243,66 @@ class Run(Summary, RunTables):
             )
         self._settled().load_state_dict(state["ledger"])  # refuses what is another run's
         self._ledger.truncate(state["step"])
-        self._forget()
-        self._taking = None
+        self._forget(*self._steppers)
         self.step, self.unwatched = state["step"], state["unwatched"]
-        self._next_audit = state["next_audit"]
+        audits = state["next_audit"]
+        for i, stepper in enumerate(self._steppers):
+            stepper.taking = None
+            known = audits if isinstance(audits, list) else [audits]  # saved before several could
+            stepper.next_audit = known[min(i, len(known) - 1)]
         self._validator.load_state_dict(state["validation"])
         self._loaded = True
 
     # One step
 
-    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _on_step(self, stepper: Stepper, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Before ``optimizer.step()``: gradients and state are final."""
-        self._depth += 1
-        if self._depth > 1:
+        if not stepper.enter(optimizer):
             return None
-        self._give_up_step()
+        if self._capture.live is not None:
+            raise BatchError(IN_BATCH)
+        if stepper.waits_for(optimizer):
+            return None
+        self._give_up_step(stepper, optimizer)
         changed: tuple[Any, Any] | None = None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
             changed = ((args[0], lambda: result), {})
-            self._depth = 1  # a run.batch inside the closure set it to 0
-        if self._capture.live is not None:
-            raise BatchError("optimizer.step() inside run.batch: step after the with block")
+            stepper.entered(optimizer)
+            if self._capture.live is not None:
+                raise BatchError(IN_BATCH)
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and bool(found_inf):  # the fused optimizer will skip this step
-            self._forget()
+            self._forget(stepper)
             return changed
         try:
             with torch.no_grad():
-                self._begin_step()
+                self._begin_step(stepper)
         finally:
             self.step += 1
-            self._forget()
+            self._forget(stepper)
+            for other in self._steppers:
+                other.freeze()
         return changed
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(self, stepper: Stepper, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """After ``optimizer.step()``: the weights are what the step made of them."""
-        self._depth = max(self._depth - 1, 0)
-        if self._depth or self._taking is None:
+        taken = stepper.leave(optimizer)
+        if taken is None:
             return
-        entry, begun = self._taking
-        self._taking = None
+        entry, begun = taken
         done: StepResult | Pending
         with torch.no_grad():
-            done = self._scorer.finish(begun) if isinstance(begun, Begun) else begun
+            done = stepper.scorer.finish(begun) if isinstance(begun, Begun) else begun
         self._entries.add(entry, done)
         if isinstance(done, StepResult) and done.audit is not None:
             every = self.config.audit_every
-            self._next_audit = (entry.step // every + 1) * every
+            stepper.next_audit = (entry.step // every + 1) * every
 
-    def _begin_step(self) -> None:
-        if not self._micros:
+    def _begin_step(self, stepper: Stepper) -> None:
+        if not stepper.micros:
             self.unwatched += 1
             if self.unwatched == 1:
                 warnings.warn(
@@ -313,27 +311,34 @@ class Run(Summary, RunTables):
                     stacklevel=6,
                 )
             return
-        ids = np.concatenate([i for i, _ in self._micros])
-        micros = [m for _, m in self._micros if m is not None]
-        lr = float(self.optimizer.param_groups[0]["lr"])
+        ids = np.concatenate([i for i, _ in stepper.micros])
+        micros = [m for _, m in stepper.micros if m is not None]
         begun: StepResult | Begun = StepResult()
-        if len(micros) == len(self._micros):
+        stepper.refuse_turns()
+        if len(micros) == len(stepper.micros):
             check, self._check = self._check, None
-            begun = self._scorer.begin(self.step, micros, ids, self._audited(), check)
+            begun = stepper.scorer.begin(self.step, micros, ids, self._audited(stepper), check)
             self._capture.inputs.settle_claims(micros, self._validator.look)
         self._claim_ledger()
-        entry = StepEntry(self.step, ids, None, lr, float(self.config.every))
-        self._taking = entry, begun
+        entry = StepEntry(self.step, ids, None, stepper.lr, float(self.config.every))
+        stepper.begin(entry, begun)
 
-    def _give_up_step(self) -> None:
-        """Record the step under way as void: ``optimizer.step()`` raised and never finished."""
-        if self._taking is not None:
-            entry, _ = self._taking
-            self._taking = None
-            self._entries.add(entry, StepResult(void="optimizer.step() did not finish"))
+    def _give_up_step(self, stepper: Stepper, entering: Any = None, refuse: bool = True) -> None:
+        """Record the step under way as void: it never finished. ``refuse``: raise if optimizers
+        that should step together do not."""
+        given_up = stepper.give_up(entering)
+        if given_up is not None:
+            entry, result, error = given_up
+            self._entries.add(entry, result)
+            if refuse and error is not None:
+                raise error
 
-    def _audited(self) -> bool:
-        return self.config.audit_every > 0 and self.step >= self._next_audit
+    def _audited(self, stepper: Stepper) -> bool:
+        return self.config.audit_every > 0 and self.step >= stepper.next_audit
+
+    def _on_result(self, result: StepResult) -> None:
+        for stepper in self._steppers:
+            stepper.scorer.settled(result)
 
     def _settled(self) -> Ledger:
         """Returns the ledger, after the steps whose values were still on the device are in it."""
@@ -366,35 +371,31 @@ class Run(Summary, RunTables):
         if before != self._trainable:
             found = scored_parameters(self.model, self.optimizer, self.config.ignore)
             self.params, self._left_out = found
-            self._scorer.params = self.params
+            for stepper in self._steppers:
+                stepper.score(self.params)
             self._capture.watch(self.params)
             self._capture.provenance.held = held_by(self.optimizer)
 
     def _drop_skipped(self) -> None:
         """Drop the records of a step that GradScaler skipped: its gradients were cleared."""
-        if self._micros and self._scorer.accumulated.thrown_away(self.params):
-            self._forget()
+        for stepper in self._steppers:
+            if stepper.micros and stepper.scorer.accumulated.thrown_away(stepper.params):
+                self._forget(stepper)
 
     def _first_gradient(self) -> None:
         """Called in each batch before its backward pass adds anything to .grad."""
         self._drop_skipped()
-        self._scorer.accumulated.begin(self.params, first=not self._micros)
+        for stepper in self._steppers:
+            stepper.scorer.accumulated.begin(stepper.params, first=not stepper.micros)
 
-    def _forget(self) -> None:
-        for _, micro in self._micros:
-            if micro is not None:
-                micro.forget()  # a loss that the loop keeps would keep the MicroBatch alive
-        if self._check is not None:
-            self._check.calls.clear()
-        self._micros, self._memory.held = [], 0
-        self._capture.blocks.over()
-        self._scorer.accumulated.forget()
+    def _forget(self, *steppers: Stepper) -> None:
+        for stepper in steppers:
+            stepper.forget()
+        if not any(stepper.micros for stepper in self._steppers):
+            if self._check is not None:
+                self._check.calls.clear()
+            self._memory.held = 0
+            self._capture.blocks.over()
 
     def _device(self) -> torch.device:
         return next(iter(self.params.values())).device
-
-
-def _eager(hook: Any) -> Any:
-    """Keep a hook out of the graph where ``optimizer.step`` is compiled."""
-    why = "inrun scores the step here: compile optimizer.step without fullgraph=True"
-    return torch.compiler.disable(hook, reason=why)

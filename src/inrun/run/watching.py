@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, Literal
 
 from torch import nn
@@ -18,7 +17,7 @@ from inrun.run.refusals import (
     check_choices,
     check_estimators,
     check_model,
-    check_optimizer,
+    check_optimizers,
     named_targets,
 )
 from inrun.run.run import Run
@@ -28,7 +27,7 @@ from inrun.validation.validator import Loss, Validator
 
 def watch(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     *,
     validation: Iterable[Any] | None = None,
     targets: Mapping[str, Iterable[Any]] | None = None,
@@ -50,13 +49,15 @@ def watch(
     max_norm: float | None = None,
     scaler: Any = None,
     seed: int = 0,
+    step_together: bool = True,
 ) -> Run:
     """Watch a training loop: what does each example do to the validation loss?
 
     Args:
         model: the model that is trained.
         optimizer: the optimizer whose ``step()`` trains it; its class needs a rule
-            (docs/optimizers.md). What ``accelerator.prepare`` returns is taken, too.
+            (docs/optimizers.md). What ``accelerator.prepare`` returns is taken, too. Several in a
+            list, ``[muon, adamw]``: see ``step_together``.
         validation: a loader or list of batches; the loss on them is what examples are valued by.
             It is cycled, ``per_step`` batches at each step, in its own order. A dataset of rows
             (torch's, Hugging Face's) is taken in batches of 32, if its rows need no padding.
@@ -90,6 +91,13 @@ def watch(
         scaler: the ``GradScaler``, needed only if gradients are also clipped by norm; that of a
             prepared optimizer of Accelerate is found.
         seed: of the validation order of shuffling loaders and of ``every``.
+        step_together: with several optimizers. True: their steps after the same batches make one
+            step, w_∅ and w_B move the parameters of all of them, and the values add up to
+            U(∅) − U(B) of the whole. An optimizer that takes no part in a step (GANs) is refused.
+            False: each optimizer's step is a step of its own, a row of its own in ``run.steps()``:
+            from w_∅ to w_B only its parameters move, those of the others stay where they are at
+            that moment, and its values add up to that U(∅) − U(B). An example's value then depends
+            on the order in which the optimizers step.
 
     Returns:
         A :class:`Run`, also a context manager that closes itself.
@@ -97,23 +105,23 @@ def watch(
     optimizer, scaler = unwrapped(optimizer, scaler)
     data = named_targets(validation, targets)
     check_choices(training, form, per_step, every)
-    names = check_estimators(estimator, point)
     patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     config = Config(
-        names, point, training, audit_every, per_step, every, batch_dim, patterns, form, seed
-    )
+        check_estimators(estimator, point), point, training, audit_every, per_step, every,
+        batch_dim, patterns, form, seed, step_together,
+    )  # fmt: skip
     check_model(model)  # refuse before anything is made on disk
-    check_optimizer(optimizer)
-    scored_parameters(model, optimizer, patterns)
+    watched = check_optimizers(optimizer, model, step_together, every)
+    scored_parameters(model, watched, patterns)
     validator = Validator(model, data, loss, per_step, chunk, seed, batch_dim)
     ledger: Ledger = MemoryLedger(list(data))
     if out is not None:
         from inrun.ledger.saved import Store
 
-        ledger = Store.create(out, asdict(config), list(data), list(names), overwrite)
+        ledger = Store.create(out, config.saved(), list(data), list(config.estimator), overwrite)
     try:
         return Run(
-            model, optimizer, config, validator, ledger, offload, memory_limit, max_norm, scaler,
+            model, watched, config, validator, ledger, offload, memory_limit, max_norm, scaler,
             overwrite,
         )  # fmt: skip
     except BaseException:

@@ -119,7 +119,9 @@ LOSS_SCALE = Unrecognised(
 )
 DIFFERENT_FACTORS = Unrecognised(
     "parameters' gradients were scaled by different factors between backward() and step()",
-    f"Likely causes: clipping each parameter or group on its own. Known is what is {_HINT}",
+    "Likely causes: clipping each parameter or group on its own; several optimizers of which a "
+    "GradScaler unscales each at its own step (call scaler.unscale_ for all before the first). "
+    f"Known is what is {_HINT}",
 )
 ZEROED = Unrecognised(
     "part of the gradient was set to zero between backward() and step()",

@@ -26,7 +26,8 @@ from inrun.optimizers.base import Rule
 from inrun.optimizers.common import widest
 from inrun.scoring.clipping import Clipping
 from inrun.scoring.estimators import POINTS, Estimator
-from inrun.scoring.path import Pack, ParamStep
+from inrun.scoring.moved import ParamStep
+from inrun.scoring.path import Pack
 from inrun.validation.sweep import Gradients
 
 ENOUGH = 0.01  # relative standard error
@@ -44,9 +45,9 @@ class Sampling:
     is measured again at every audit, and when the set of parameters changes.
     """
 
-    def __init__(self, estimators: Sequence[Estimator], rule: Rule) -> None:
+    def __init__(self, estimators: Sequence[Estimator], rules: Sequence[Rule]) -> None:
         self.estimators = [(e, x) for e, x in enumerate(estimators) if x.sampled]
-        self._bends = rule.elementwise and rule.adaptive
+        self._bends = all(r.elementwise for r in rules) and any(r.adaptive for r in rules)
         self._near, self._params = 0, list[str]()
 
     def wanted(self, params: list[str], micros: Sequence[MicroBatch], audit: bool) -> bool:
@@ -214,6 +215,7 @@ def rows_of(names: Sequence[str], micros: Sequence[MicroBatch], like: Tensor) ->
     found: dict[str, Tensor] = {}
     start = 0
     for micro in micros:
+        assert micro.records  # those of uses are made now
         for node, records in micro.nodes(names):
             for record in records:
                 for k, g in pull_back(node, record.to(like.device).rows()).items():

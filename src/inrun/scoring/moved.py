@@ -91,33 +91,43 @@ class ParamStep:
 
 
 class Moved:
-    """All parameters that the optimizer is about to move."""
+    """All parameters that the optimizers are about to move."""
 
-    def __init__(self, steps: Sequence[ParamStep], around: Surroundings | None = None) -> None:
+    def __init__(
+        self, steps: Sequence[ParamStep], around: Sequence[tuple[Optimizer, Surroundings]] = ()
+    ) -> None:
         self.steps = list(steps)
-        self._around = around  # None: holds for one step only
+        self._around = around  # of each optimizer, in the order of the steps; none: for one step
         self._prepared: dict[Any, Any] = {}
 
     @staticmethod
-    def of(optimizer: Optimizer, rule: Rule) -> Moved:
-        steps = [
-            ParamStep.of(p, g, rule, optimizer.state.get(p, {}), group)
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if (g := _gradient(p, optimizer)) is not None
+    def of(rules: Sequence[tuple[Optimizer, Rule]]) -> Moved:
+        found = [
+            [
+                ParamStep.of(p, g, rule, optimizer.state.get(p, {}), group)
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if (g := _gradient(p, optimizer)) is not None
+            ]
+            for optimizer, rule in rules
         ]
+        steps = list(chain.from_iterable(found))
         # Of half precision weights the state is a copy in float32, of this step alone.
-        lasting = not any(m.p.dtype in HALF for m in steps)
-        return Moved(steps, Surroundings(optimizer, steps) if lasting else None)
+        if any(m.p.dtype in HALF for m in steps):
+            return Moved(steps)
+        pairs = zip(rules, found, strict=True)
+        return Moved(steps, [(o, Surroundings(o, own)) for (o, _), own in pairs])
 
-    def again(self, optimizer: Optimizer) -> bool:
+    def again(self) -> bool:
         """Put in the gradients of the next step. False if more than numbers has changed."""
-        if self._around is None or not self._around.unchanged(optimizer):
+        if not self._around or not all(x.unchanged(o) for o, x in self._around):
             return False
-        for m in self.steps:
-            g = _gradient(m.p, optimizer)
-            assert g is not None
-            m.g = g.float() if g.dtype in HALF else g
+        steps = iter(self.steps)
+        for optimizer, around in self._around:
+            for _, m in zip(around.params, steps, strict=False):
+                g = _gradient(m.p, optimizer)
+                assert g is not None
+                m.g = g.float() if g.dtype in HALF else g
         return True
 
     def once(self, what: Any, make: Callable[[], Found]) -> Found:
@@ -141,7 +151,7 @@ class Moved:
         groups: dict[Any, list[ParamStep]] = {}
         for m in self.steps:
             if m.p.numel():
-                kind = m.kind or (m.p.dtype, m.g.dtype, m.p.device)
+                kind = m.kind or (id(m.rule), m.p.dtype, m.g.dtype, m.p.device)
                 groups.setdefault(kind, []).append(m)
         return list(groups.values())
 
@@ -156,15 +166,15 @@ class Surroundings:
     """What the optimizer held for its parameters, by identity."""
 
     def __init__(self, optimizer: Optimizer, steps: Sequence[ParamStep]) -> None:
-        self._params = [m.p for m in steps]
+        self.params = [m.p for m in steps]
         self._groups = list(optimizer.param_groups)
         self._held, self._sizes = _held(optimizer)
-        own = set(map(id, self._params))
+        own = set(map(id, self.params))
         self._others = [p for p in self._held if id(p) not in own]
-        self._states = [optimizer.state.get(p) for p in self._params]
+        self._states = [optimizer.state.get(p) for p in self.params]
         self._keys, self._values = self._entries()
         self._tensors = [x for x in self._values if isinstance(x, Tensor)]
-        self._marks = self._read_marks([g for p in self._params if (g := p.grad) is not None])
+        self._marks = self._read_marks([g for p in self.params if (g := p.grad) is not None])
         self._numbers = _numbers(steps)
 
     def unchanged(self, optimizer: Optimizer) -> bool:
@@ -172,13 +182,13 @@ class Surroundings:
         held, sizes = _held(optimizer)
         if sizes != self._sizes or not same(held, self._held):
             return False
-        grads = [g for p in self._params if (g := p.grad) is not None]
-        if len(grads) < len(self._params) or any(p.grad is not None for p in self._others):
+        grads = [g for p in self.params if (g := p.grad) is not None]
+        if len(grads) < len(self.params) or any(p.grad is not None for p in self._others):
             return False
         state = optimizer.state
         if not same(optimizer.param_groups, self._groups):
             return False
-        if not same([state.get(p) for p in self._params], self._states):
+        if not same([state.get(p) for p in self.params], self._states):
             return False
         keys, values = self._entries()
         if keys != self._keys or not same(values, self._values):
@@ -193,7 +203,7 @@ class Surroundings:
 
     def _read_marks(self, grads: Sequence[Tensor]) -> Any:
         """Addresses, types and shapes."""
-        params, tensors = self._params, self._tensors
+        params, tensors = self.params, self._tensors
         return (
             [p.data_ptr() for p in params], [p.dtype for p in params], [p.shape for p in params],
             [t.data_ptr() for t in tensors], [t.dtype for t in tensors], [g.dtype for g in grads],

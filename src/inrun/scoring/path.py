@@ -173,6 +173,8 @@ def _whole_model(moved: Sequence[ParamStep]) -> WholeModel | None:
     """The step of all parameters for the rule's GPU kernel; None where there is none."""
     if not moved or not moved[0].p.is_cuda or moved[0].rule.whole_model is None:
         return None
+    if any(m.rule is not moved[0].rule for m in moved):  # of several optimizers
+        return None
     return moved[0].rule.whole_model(
         [m.g for m in moved], [m.p for m in moved],
         [m.state for m in moved], [m.options for m in moved],

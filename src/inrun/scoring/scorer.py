@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from inrun.capture.aside import CHANGED as ASIDE
 from inrun.capture.micro_batch import MicroBatch
@@ -38,6 +37,7 @@ from inrun.exact.repeat import verified_rows
 from inrun.ledger.entries import Audit
 from inrun.optimizers import rule_for
 from inrun.optimizers.base import LinearMap, Scale, has_own_rule
+from inrun.optimizers.joint import Optimizers, members_of
 from inrun.scoring.clipping import Clipping, ClippingWatch, Unrecognised
 from inrun.scoring.coalitions import Sampling
 from inrun.scoring.conclude import (
@@ -105,7 +105,7 @@ class Scorer:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizers,
         params: Mapping[str, Tensor],
         estimators: Sequence[Estimator],
         validator: Validator,
@@ -113,14 +113,15 @@ class Scorer:
         scaler: Any,
     ) -> None:
         self.model, self.optimizer, self.params = model, optimizer, params
-        self.rule, cls = rule_for(optimizer), type(optimizer)
-        self._borrowed_by = None if has_own_rule(cls) else cls  # the rule of a base class
+        self.rules = [(o, rule_for(o)) for o in members_of(optimizer)]
+        kinds = [type(o) for o, _ in self.rules]  # one may have the rule of its base class
+        self._borrowed_by = next((cls for cls in kinds if not has_own_rule(cls)), None)
         self.estimators, self.validator, self.scaler = estimators, validator, scaler
         self.targets = [t.name for t in validator.targets]
         self.accumulated = Accumulated()
         self.conclusion = Conclusion(self.targets)
         self._clipping = ClippingWatch(max_norm)
-        self._sampling = Sampling(estimators, self.rule)
+        self._sampling = Sampling(estimators, [rule for _, rule in self.rules])
         self._weights_memory = PathBuffers()
         self._candidates: set[str] = set()  # vectors that may cancel
         self._looked_at: Any = None  # the state of the model when they were looked for
@@ -208,8 +209,8 @@ class Scorer:
         params = {k: p for k, p in self.params.items() if p.grad is not None}
         if not self.conclusion.verified:
             self._refuse_unseen(params, micros)
-        if not self._moved.again(self.optimizer):
-            self._moved = Moved.of(self.optimizer, self.rule)
+        if not self._moved.again():
+            self._moved = Moved.of(self.rules)
         moved = self._moved
         places = moved.places(list(params.values()))
         g = [moved.steps[i].g for i in places]
@@ -286,9 +287,11 @@ class Scorer:
         """By parameter (1-D ones): a flag, True if its per-example gradients cancel in this step.
         Which can cancel depends on the model, so the full scan runs only at audits and when the
         model changes."""
-        if not self.rule.adaptive:
+        pairs = zip(step.G.items(), step.places, strict=True)
+        G = {k: g for (k, g), i in pairs if step.moved.steps[i].rule.adaptive}
+        micros = step.micros
+        if not G:
             return {}
-        G, micros = step.G, step.micros
         state = list(G), [m.training for m in self.validator.modules]
         if step.audit or not self.conclusion.verified or state != self._looked_at:
             flags = cancelling(G, micros)

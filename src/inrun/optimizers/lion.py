@@ -1,0 +1,40 @@
+"""Lion (Chen et al. 2023) of lion_pytorch and pytorch_optimizer.
+
+Symbols: η ``lr``, β₁ ``betas[0]``, m ``exp_avg``. The update is a sign, so its derivative is zero
+and the tangent credits nobody; the secant is the divided difference of the sign.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inrun.optimizers.base import register_optimizer
+from inrun.optimizers.common import Options, State, decoupled_decay, learning_rate
+from inrun.optimizers.library_options import (
+    PYTORCH_OPTIMIZER,
+    library_decay,
+    library_gradient,
+    refuses,
+)
+
+
+@register_optimizer(
+    "lion_pytorch.Lion",
+    decay=decoupled_decay,
+    elementwise=True,
+    unsupported=refuses("decoupled_wd"),
+)
+def lion(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
+    """η·sign(β₁m + (1−β₁)g)."""
+    beta1 = o["betas"][0]
+    return learning_rate(o) * torch.sign(beta1 * s.get("exp_avg", 0.0) + (1 - beta1) * g)
+
+
+@register_optimizer(
+    "pytorch_optimizer.Lion", decay=library_decay, elementwise=True,
+    unsupported=refuses(*PYTORCH_OPTIMIZER),
+)  # fmt: skip
+def lion_with_l2(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
+    """The same with ĝ = g + λw for L2 weight decay."""
+    return lion(library_gradient(g, w, o), w, s, o)
