@@ -26,6 +26,7 @@ from inrun.exact.check import PERMUTATIONS, Check
 from inrun.exact.repeat import ModelCalls
 from inrun.ledger import LedgerError
 from inrun.ledger.entries import Ledger, RunTables, StepEntry
+from inrun.ranks.world import ALONE, World
 from inrun.run.bookkeeping import (
     Config,
     EmptyBatches,
@@ -45,6 +46,7 @@ from inrun.run.coverage import (
     trainable,
 )
 from inrun.run.logging import Summary
+from inrun.run.recording import claim, of_this_rank
 from inrun.scoring.conclude import Begun, Pending, StepResult
 from inrun.scoring.estimators import Estimator
 from inrun.scoring.scorer import Scorer
@@ -68,7 +70,9 @@ class Run(Summary, RunTables):
         max_norm: float | None,
         scaler: Any,
         overwrite: bool = False,
+        world: World = ALONE,
     ) -> None:
+        self.world = world
         self.model, self.optimizer, self.config = model, optimizer, config
         self.estimators = [Estimator.parse(e, config.point) for e in config.estimator]
         self._names = config.estimator
@@ -81,7 +85,7 @@ class Run(Summary, RunTables):
         self._validator, self._ledger = validator, ledger
         self._overwrite, self._loaded, self._described = overwrite, False, False
         self._scorer = Scorer(
-            model, optimizer, self.params, self.estimators, validator, max_norm, scaler
+            model, optimizer, self.params, self.estimators, validator, max_norm, scaler, world
         )
         self._memory = MemoryLimit(memory_limit, offload, self._device)
         self._capture = Capture(
@@ -135,22 +139,24 @@ class Run(Summary, RunTables):
         of the parameters did. Where positions were pooled, what comes after is one position's.
 
         Several batches before one ``optimizer.step()`` are gradient accumulation. An id may occur
-        more than once; its values add up.
+        more than once; its values add up. Where several ranks train, one that has no examples in a
+        step passes ``[]``.
         """
         if not self._hooks:
             raise BatchError("this run is closed: watch the model again")
         if self._capture.live is not None:
             raise BatchError("run.batch inside run.batch: one batch at a time")
-        array, self._id_type = as_ids(ids, self._id_type)
+        array, self._id_type = as_ids(ids, self._id_type, empty=not self.world.alone)
         owner = as_owner(owner, len(array))
         self._depth = 0  # a step that raised did not count down
         self._give_up_step()
         self._rescan()
-        if not self.config.scores(self.step):
+        scored = self.config.scores(self.step)
+        if not scored or not len(array):
             self._drop_skipped()
             yield
-            self._micros.append((array, None))
-            self._scorer.accumulated.note(self.params, scored=False)
+            self._micros.append((array, self._scorer.no_examples() if scored else None))
+            self._scorer.accumulated.note(self.params, scored)
             return
         held, self._memory.batches = self._memory.held, len(self._micros)
         try:
@@ -239,6 +245,7 @@ class Run(Summary, RunTables):
             "next_audit": self._next_audit,
             "validation": self._validator.state_dict(),
             "ledger": ledger.state_dict(),
+            "rank": self.world.rank,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -249,7 +256,8 @@ class Run(Summary, RunTables):
                 f"this is not what run.state_dict() returned: it has no {missing[0]!r}. Keep that "
                 "under a key of its own in the checkpoint and pass it here as it was"
             )
-        self._settled().load_state_dict(state["ledger"])  # refuses what is another run's
+        # refuses what is another run's
+        self._settled().load_state_dict(of_this_rank(self.world, state))
         self._ledger.truncate(state["step"])
         self._forget()
         self._taking = None
@@ -343,15 +351,7 @@ class Run(Summary, RunTables):
         """Before the first entry: continue the ledger, overwrite it or raise LedgerError."""
         if self._described:
             return
-        last = self._ledger.last_step
-        if not self._loaded and self._overwrite:
-            self._ledger.restart()
-        elif not self._loaded and last >= 0:
-            raise LedgerError(
-                f"{self._ledger.name()} holds steps up to {last} already. To go on, "
-                "call run.load_state_dict(...) with the checkpoint's state; to start again, pass "
-                "watch(..., overwrite=True) or another folder"
-            )
+        claim(self.world, self._ledger, self._loaded, self._overwrite)
         self._ledger.update_info(**describe(self.model, self.optimizer, self.coverage()))
         self._described = True
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
 from inrun.gradients import Form
-from inrun.ledger.entries import Ledger, MemoryLedger
+from inrun.ranks.world import World, unwrapped
 from inrun.run.bookkeeping import Config
 from inrun.run.coverage import scored_parameters
 from inrun.run.refusals import (
@@ -21,6 +20,7 @@ from inrun.run.refusals import (
     check_optimizer,
     named_targets,
 )
+from inrun.run.recording import make_ledger
 from inrun.run.run import Run
 from inrun.validation.validator import Loss, Validator
 
@@ -49,11 +49,12 @@ def watch(
     max_norm: float | None = None,
     scaler: Any = None,
     seed: int = 0,
+    process_group: Any = None,
 ) -> Run:
     """Watch a training loop: what does each example do to the validation loss?
 
     Args:
-        model: the model that is trained.
+        model: the model that is trained, or the ``DistributedDataParallel`` around it.
         optimizer: the optimizer whose ``step()`` trains it; its class needs a rule
             (docs/optimizers.md).
         validation: a loader or list of batches; the loss on them is what examples are valued by.
@@ -88,6 +89,8 @@ def watch(
             the latest from the second clipped step on (docs/method.md).
         scaler: the ``GradScaler``, needed only if gradients are also clipped by norm.
         seed: of the validation order of shuffling loaders and of ``every``.
+        process_group: the processes over which the loop averages the gradients by itself, inside
+            ``run.batch``; with ``DistributedDataParallel`` it is found (docs/distributed.md).
 
     Returns:
         A :class:`Run`, also a context manager that closes itself.
@@ -101,17 +104,14 @@ def watch(
     )
     check_model(model)  # refuse before anything is made on disk
     check_optimizer(optimizer)
+    world, model = World.of(model, process_group), unwrapped(model)
     scored_parameters(model, optimizer, patterns)
-    validator = Validator(model, data, loss, per_step, chunk, seed, batch_dim)
-    ledger: Ledger = MemoryLedger(list(data))
-    if out is not None:
-        from inrun.ledger.saved import Store
-
-        ledger = Store.create(out, asdict(config), list(data), list(names), overwrite)
+    validator = Validator(model, data, loss, per_step, chunk, seed, batch_dim, world)
+    ledger = make_ledger(world, out, config, list(data), overwrite)
     try:
         return Run(
             model, optimizer, config, validator, ledger, offload, memory_limit, max_norm, scaler,
-            overwrite,
+            overwrite, world,
         )  # fmt: skip
     except BaseException:
         ledger.close()

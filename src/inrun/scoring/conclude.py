@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from inrun.capture.micro_batch import MicroBatch
-from inrun.ledger.entries import Audit
+from inrun.ledger.entries import ELSEWHERE, Audit
 from inrun.ledger.tokens import Tokens
+from inrun.scoring.agreed import OTHER_DIRECTION, SAME_EVERYWHERE, SEE_THERE, Agreed
 from inrun.scoring.taken import Prediction
 
 NOT_FINITE = "the training gradient is not finite"
@@ -37,6 +38,7 @@ class StepResult:
     missed: float = 0.0  # part of the update that the secant could not carry (Muon's first steps)
     nobody: np.ndarray | None = None
     tokens: Tokens | None = None
+    sums: np.ndarray | None = None  # [E, Q] of the values of all ranks, where there are several
 
 
 @dataclass
@@ -178,12 +180,13 @@ class Conclusion:
         whose: Columns, *, values: np.ndarray, expected: np.ndarray, losses: np.ndarray,
         finite: np.ndarray, missed: np.ndarray, flags: np.ndarray,
         columns: np.ndarray | None = None, inputs: np.ndarray | None = None,
+        agreed: np.ndarray | None = None,
     ) -> StepResult:  # fmt: skip
         """The result of a step from its numbers on the host.
 
         ``advice`` says what to do by reason; ``flags`` are up or down in the same order, and one
         that is up makes the step void. ``columns`` and ``inputs`` come from the device
-        (``Columns.moving``).
+        (``Columns.moving``), ``agreed`` from all ranks (agreed.py).
         """
         if not finite:
             return StepResult(void=NOT_FINITE)
@@ -196,15 +199,23 @@ class Conclusion:
             if not np.isfinite(values[:, q]).all():
                 return StepResult(void=f"the values for '{target}' are not finite")
         own = whose.by_example(values, columns)
-        if self.add_up(step, tolerance, own, expected):
-            tokens = whose.tokens(values, columns, inputs)
-            return StepResult(own[..., :-1], None, audit, float(missed), own[..., -1], tokens)
-        return self.void(step, NOT_ADDING_UP, self.message)
+        every = Agreed.alone(own, expected) if agreed is None else Agreed.of(agreed, expected)
+        if every.void:
+            return self.void(step, ELSEWHERE, SEE_THERE)
+        if not every.same_direction(tolerance):
+            return self.void(step, OTHER_DIRECTION, SAME_EVERYWHERE)
+        if not self.add_up(step, tolerance, every):
+            return self.void(step, NOT_ADDING_UP, self.message)
+        tokens = whose.tokens(values, columns, inputs)
+        sums = None if agreed is None else every.sums - every.nobody
+        return StepResult(
+            own[..., :-1], None, audit, float(missed), every.nobody, tokens, sums
+        )  # fmt: skip
 
-    def add_up(self, step: int, tolerance: float, values: np.ndarray, expected: np.ndarray) -> bool:
+    def add_up(self, step: int, tolerance: float, every: Agreed) -> bool:
         """Is the sum of the values ⟨u, G⟩, up to rounding? Otherwise ``message`` says why not."""
-        sums, size = values.sum(2), np.abs(values).sum(2) + np.abs(expected)
-        off = np.abs(sums - expected)
+        sums, expected = every.sums, every.expected
+        size, off = every.sizes + np.abs(expected), np.abs(sums - expected)
         if not (off > tolerance * size).any():
             self.verified = True
             return True
@@ -213,6 +224,7 @@ class Conclusion:
             f"step {step}: the captured per-example gradients do not add up to .grad "
             f"(⟨u, Σg_i⟩ = {sums[worst]:.6g}, ⟨u, G⟩ = {expected[worst]:.6g}). Possible causes: "
             "gradients from outside run.batch(ids); clipping, unscaling or torch.autograd.grad "
-            "inside it; a hook that changes a parameter's gradient; a custom autograd function"
+            "inside it; a hook that changes a parameter's gradient; a custom autograd function; "
+            "in several processes, gradients that are not the mean over the ranks"
         )
         return False
