@@ -65,6 +65,13 @@ def claim(world: World, ledger: Ledger, loaded: bool, overwrite: bool) -> None:
         )
 
 
+def share_coverage(world: World, own: dict[str, set[tuple[str, str]]]) -> None:
+    """Add the operations that other ranks have seen so far, and their forms, by parameter."""
+    for found in world.gather(own) if not world.alone else ():
+        for name, uses in found.items():
+            own.setdefault(name, set()).update(uses)
+
+
 def of_this_rank(world: World, state: Mapping[str, Any]) -> Any:
     """The ledger's part of a checkpoint. What was recorded in memory is its own rank's only."""
     ledger = state["ledger"]

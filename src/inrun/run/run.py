@@ -46,7 +46,7 @@ from inrun.run.coverage import (
     trainable,
 )
 from inrun.run.logging import Summary
-from inrun.run.recording import claim, of_this_rank
+from inrun.run.recording import claim, of_this_rank, share_coverage
 from inrun.scoring.conclude import Begun, Pending, StepResult
 from inrun.scoring.estimators import Estimator
 from inrun.scoring.scorer import Scorer
@@ -352,6 +352,7 @@ class Run(Summary, RunTables):
         if self._described:
             return
         claim(self.world, self._ledger, self._loaded, self._overwrite)
+        share_coverage(self.world, self._capture.keeper.coverage)
         self._ledger.update_info(**describe(self.model, self.optimizer, self.coverage()))
         self._described = True
 
