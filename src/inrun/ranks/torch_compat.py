@@ -39,11 +39,3 @@ def in_join(ddp: Any) -> bool:
     """
     config = getattr(ddp, "_join_config", None)
     return config is not None and bool(config.enable)
-
-
-def divides_by_all(ddp: Any) -> bool:
-    """Are gradients divided by the number of all ranks, also when some have run out of inputs?
-
-    Public replacement: none. Tried: 2.13.
-    """
-    return bool(getattr(ddp, "_divide_by_initial_world_size", True))

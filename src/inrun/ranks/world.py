@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from inrun.ranks.torch_compat import casts_gradients, divides_by_all, in_join
+from inrun.errors import BatchError
+from inrun.ranks.torch_compat import casts_gradients, in_join
 from inrun.torch_compat import uncompiled
 
 T = TypeVar("T")
@@ -35,8 +36,6 @@ class World:
         self.group, self.ddp = group, ddp
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
-        self.active = self.size  # ranks that still have inputs, inside torch's Join
-        self.shadowed = False  # inside Join: ranks that ran out of inputs follow our collectives
         self.bytes = 0  # sent to collectives by this rank so far
 
     @staticmethod
@@ -57,18 +56,23 @@ class World:
     @property
     def share(self) -> float:
         """The factor that averaging over ranks puts on the gradient of one example."""
-        divided = self.ddp is None or divides_by_all(self.ddp)
-        return 1 / (self.size if divided else self.active)
+        return 1 / self.size
 
     @property
     def coarse(self) -> bool:
         """Are gradients averaged in half precision?"""
         return self.ddp is not None and casts_gradients(self.ddp)
 
-    @property
-    def uneven(self) -> bool:
-        """Is this inside torch's Join: may some ranks have run out of inputs?"""
-        return self.shadowed or (self.ddp is not None and in_join(self.ddp))
+    def refuse_join(self) -> None:
+        """Inside torch's Join a rank that runs out of inputs answers to DDP's collectives only, and
+        would leave the others waiting in ours."""
+        if self.ddp is not None and not self.alone and in_join(self.ddp):
+            raise BatchError(
+                "run.batch inside torch's Join: a rank that has run out of inputs does not score, "
+                "and the others would wait for it. Instead, have every rank take every step, and "
+                "where one has no examples left: with run.batch([]): (0 * loss).backward(), with "
+                "the loss of any row (docs/distributed.md)"
+            )
 
     def averaged(self, x: Tensor) -> Tensor:
         """Products with gradients of this rank's examples as they are in the mean over ranks."""
@@ -82,8 +86,6 @@ class World:
             return x
         nccl = self.device.type == "cuda"
         x = x.to(self.device, copy=True) if nccl else x.clone(memory_format=torch.contiguous_format)
-        if self.shadowed:
-            self._announce(x)
         self._reduce(x)
         return x
 
@@ -159,20 +161,7 @@ class World:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
-    # Inside torch's Join (join.py)
 
-    def _announce(self, x: Tensor | None) -> int:
-        """Tell the ranks without inputs what comes: a sum of so many numbers of this type, or (None)
-        the end of the step. Returns how many ranks still have inputs."""
-        head = torch.zeros(3, dtype=torch.float64, device=self.device)
-        if x is not None:
-            head[1:] = torch.tensor([x.numel(), TYPES.index(x.dtype)], dtype=torch.float64)
-        head[0] = 1
-        self._reduce(head)
-        return int(head[0])
-
-
-TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]  # of sums
 ALONE = World()
 
 

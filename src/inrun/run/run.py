@@ -139,13 +139,13 @@ class Run(Summary, RunTables):
         of the parameters did. Where positions were pooled, what comes after is one position's.
 
         Several batches before one ``optimizer.step()`` are gradient accumulation. An id may occur
-        more than once; its values add up. Where several ranks train, one that has no examples in a
-        step passes ``[]``.
+        more than once; its values add up. A rank that has no examples in a step passes ``[]``.
         """
         if not self._hooks:
             raise BatchError("this run is closed: watch the model again")
         if self._capture.live is not None:
             raise BatchError("run.batch inside run.batch: one batch at a time")
+        self.world.refuse_join()
         array, self._id_type = as_ids(ids, self._id_type, empty=not self.world.alone)
         owner = as_owner(owner, len(array))
         self._depth = 0  # a step that raised did not count down
@@ -256,8 +256,7 @@ class Run(Summary, RunTables):
                 f"this is not what run.state_dict() returned: it has no {missing[0]!r}. Keep that "
                 "under a key of its own in the checkpoint and pass it here as it was"
             )
-        # refuses what is another run's
-        self._settled().load_state_dict(of_this_rank(self.world, state))
+        self._settled().load_state_dict(of_this_rank(self.world, state))  # not another run's
         self._ledger.truncate(state["step"])
         self._forget()
         self._taking = None

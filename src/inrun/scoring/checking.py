@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 def unseen_parameters(world: World, names: Sequence[str], micros: Sequence[MicroBatch]) -> list[str]:
     """The parameters of ``names`` that no record of any rank is of."""
     seen = {r for m in micros for node in m.records for r in node.roots}
-    if not world.uneven:  # else the sum of values tells
-        seen = set().union(*world.gather(seen))
-    return [] if world.uneven else [k for k in names if k not in seen]
+    seen = set().union(*world.gather(seen))
+    return [k for k in names if k not in seen]
 
 
 def refuse_sums(

@@ -34,7 +34,7 @@ class Split:
 
     @property
     def on(self) -> bool:
-        return self.chosen is True and not self.world.uneven
+        return self.chosen is True
 
     def own(self, parts: Sequence[T]) -> list[T]:
         """The parts that this rank computes."""
@@ -52,7 +52,7 @@ class Split:
         self, parts: int, compute: Callable[[], tuple[Tensor, list[Tensor]]]
     ) -> tuple[Tensor, list[Tensor]]:
         """Returns what ``compute`` does for ``parts`` parts; the second time, chooses."""
-        if self.chosen is not None or parts < 2 or self.world.uneven:
+        if self.chosen is not None or parts < 2:
             return compute()
         start = _now()
         loss, grads = compute()

@@ -132,8 +132,10 @@ class Validator:
             right = self._joining.measure(
                 key, names, params, lambda: self._together(params), single, half
             )
-            if self._world.agree(right):
+            if all(self._world.gather(right)):
                 return [together]
+            if right:
+                self._joining.withdraw(key)
         self._joint = None
         return apart
 
