@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 SEE_THERE = "The warning of that rank says why"
 OTHER_DIRECTION = "the ranks scored their examples with different directions"
 SAME_EVERYWHERE = (
-    "Every rank needs the same validation data in the same order, the same seed and the same "
-    "weights: pass the whole validation set to watch on each rank, without a DistributedSampler"
+    "Every rank needs the same validation data in the same order (pass the whole set to watch on "
+    "each rank, without a DistributedSampler), the same seed, the same weights and the same "
+    "gradient, averaged over ranks"
 )
 
 
