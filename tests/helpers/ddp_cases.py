@@ -181,7 +181,7 @@ def average(model):
 
 
 def train(case, world, rank, watched=True, out=None):
-    """Train as a rank of a world, or (None) on the joined batches; returns the run and the state."""
+    """Train as a rank of a world, or (None) on the joined batches: the run, and the state."""
     torch.manual_seed(0)
     model = net = case.model()
     x = data()

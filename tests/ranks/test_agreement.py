@@ -10,13 +10,13 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.ranks import in_ranks
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import inrun
+from helpers.ranks import in_ranks
 from inrun.scoring.agreed import Agreed
 
 STEPS = 6
@@ -69,9 +69,9 @@ def error(rank, world, kind, **options):
     """What is raised, as text; the run is closed."""
     model, optimizer = parts(ddp=kind == "ddp")
     inside = options.pop("inside", None)
-    with pytest.raises((inrun.CaptureError, inrun.ValidationError, inrun.BatchError)) as caught:
-        with watch(model, optimizer, **options) as run:
-            loop(rank, world, model, optimizer, run, inside=inside)
+    kinds = (inrun.CaptureError, inrun.ValidationError)
+    with pytest.raises(kinds) as caught, watch(model, optimizer, **options) as run:
+        loop(rank, world, model, optimizer, run, inside=inside)
     return str(caught.value)
 
 
@@ -85,9 +85,10 @@ def refused(rank, world):
         "none": error(rank, world, "plain", process_group=group),
     }  # fmt: skip
     model, optimizer = parts()
-    with watch(model, optimizer) as run, pytest.raises(inrun.BatchError) as caught:
-        with Join([model]):
-            loop(rank, world, model, optimizer, run)
+    run = watch(model, optimizer)
+    with pytest.raises(inrun.BatchError) as caught, Join([model]):
+        loop(rank, world, model, optimizer, run)
+    run.close()
     return found | {"join": str(caught.value)}
 
 

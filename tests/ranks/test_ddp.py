@@ -4,10 +4,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from helpers.ddp_cases import CASES, Unused, train
-from helpers.ranks import in_ranks
 from torch import distributed as dist
 
+from helpers.ddp_cases import CASES, Unused, train
+from helpers.ranks import in_ranks
 from inrun.ledger.saved import open_run
 
 SMALL = {"gpt", "uneven", "accumulation, no_sync", "split validation"}  # also with four ranks

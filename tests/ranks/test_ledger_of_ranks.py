@@ -10,13 +10,13 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.ranks import in_ranks, result, start
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
 import inrun
+from helpers.ranks import in_ranks, result, start
 from inrun.cli.app import app
 from inrun.ledger import LedgerError
 
@@ -37,8 +37,10 @@ def train(rank, world, folder, until=STEPS, flushed=True, kill=None, overwrite=F
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     net = DistributedDataParallel(model) if world > 1 else model
-    run = inrun.watch(net, optimizer, validation=[(x[32:36], y[32:36]), (x[36:], y[36:])],
-                      loss=loss, out=folder / "run", audit_every=3, overwrite=overwrite)  # fmt: skip
+    run = inrun.watch(
+        net, optimizer, validation=[(x[32:36], y[32:36]), (x[36:], y[36:])], loss=loss,
+        out=folder / "run", audit_every=3, overwrite=overwrite,
+    )  # fmt: skip
     file = folder / "checkpoint.pt"
     if file.exists():
         state = torch.load(file, weights_only=True)

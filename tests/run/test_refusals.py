@@ -76,7 +76,7 @@ def test_zero_redundancy_optimizer_is_refused(two_processes):
 
     model, _ = parts()
     zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
-    with pytest.raises(TypeError, match="steps a part of the parameters on each rank.*AdamW"):
+    with pytest.raises(TypeError, match=r"steps a part of the parameters on each rank.*AdamW"):
         watch(model, zero)
 
 

@@ -1,7 +1,7 @@
 """The processes that train one model together. In one process everything here does nothing.
 
-``World`` is what ``run/``, ``scoring/`` and ``validation/`` ask: how many ranks there are, sums over
-them, rank 0's decision. ``World.of`` finds it from the model: the process group of
+``World`` is what ``run/``, ``scoring/`` and ``validation/`` ask: how many ranks there are, sums
+over them, rank 0's decision. ``World.of`` finds it from the model: the process group of
 ``DistributedDataParallel``, or the one that the loop averages gradients over by itself
 (``watch(..., process_group=...)``).
 

@@ -13,6 +13,7 @@ from inrun.gradients import Form
 from inrun.ranks.world import World, unwrapped
 from inrun.run.bookkeeping import Config
 from inrun.run.coverage import scored_parameters
+from inrun.run.recording import make_ledger
 from inrun.run.refusals import (
     check_choices,
     check_estimators,
@@ -20,7 +21,6 @@ from inrun.run.refusals import (
     check_optimizer,
     named_targets,
 )
-from inrun.run.recording import make_ledger
 from inrun.run.run import Run
 from inrun.validation.validator import Loss, Validator
 

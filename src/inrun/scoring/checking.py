@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from inrun.scoring.scorer import Step
 
 
-def unseen_parameters(world: World, names: Sequence[str], micros: Sequence[MicroBatch]) -> list[str]:
+def unseen_parameters(
+    world: World, names: Sequence[str], micros: Sequence[MicroBatch]
+) -> list[str]:
     """The parameters of ``names`` that no record of any rank is of."""
     seen = {r for m in micros for node in m.records for r in node.roots}
     seen = set().union(*world.gather(seen))
@@ -72,14 +74,19 @@ def gathered(
     if world.alone:
         own = without(G, nobody)
         check.gradient_error = max(gradient_errors(own, rows).values())
-        return ids, values, verified_rows(check, model, params, micros, rows, own, tolerance), nobody
+        return (
+            ids,
+            values,
+            verified_rows(check, model, params, micros, rows, own, tolerance),
+            nobody,
+        )
     mine = {k: r.sum(0) for k, r in rows.items()}  # of this rank; .grad is the mean over ranks
     if len(ids):
         rows = verified_rows(check, model, params, micros, rows, mine, tolerance)
     else:
         check.calls, check.credit_error, check.rounding = [], 0.0, tolerance
     sent = [{k: t.cpu() * world.share for k, t in x.items()} for x in (rows, nobody)]
-    found = world.gather((ids, values, *sent, check.credit_error, check.unverified))
+    found: list[Any] = world.gather((ids, values, *sent, check.credit_error, check.unverified))
     sizes = [len(x[0]) for x in found]
 
     def joined(k: str) -> Tensor:

@@ -240,9 +240,7 @@ def all_finite(tensors: list[Tensor]) -> Tensor:
     return torch.tensor(found, device=tensors[0].device)
 
 
-def tolerance_of(
-    G: Iterable[Tensor], micros: Sequence[MicroBatch], coarse: bool = False
-) -> float:
+def tolerance_of(G: Iterable[Tensor], micros: Sequence[MicroBatch], coarse: bool = False) -> float:
     """How far values may be from adding up to what G says, relative to their size. ``coarse``: G
     was averaged over ranks in half precision."""
     dtypes = {g.dtype for g in G}
