@@ -35,8 +35,12 @@ from inrun.gpt import GPT
 RESULTS = ROOT / "benchmarks" / "results"
 RANKS = (2, 4)
 # how the validation pass is done, and batches of it per step
-VARIANTS = {"plain": (None, 0), "1 batch, each rank": (False, 1), "4 batches, each rank": (False, 4),
-            "4 batches, split": (True, 4)}  # fmt: skip
+VARIANTS = {
+    "plain": (None, 0),
+    "1 batch, each rank": (False, 1),
+    "4 batches, each rank": (False, 4),
+    "4 batches, split": (True, 4),
+}
 
 
 def modelled(parameters: int, estimators: int = 1, targets: int = 1, split: bool = False) -> int:

@@ -1,7 +1,8 @@
 """Watch a training with Hugging Face accelerate:
 
-    accelerate launch --cpu --num_processes 2 examples/ddp_accelerate.py
+    accelerate launch --multi_gpu --num_processes 2 examples/ddp_accelerate.py
 
+(Without a GPU the same command starts two processes on the CPU; ``--cpu`` would start one.)
 ``accelerator.prepare`` wraps the model in DistributedDataParallel and the optimizer in a class of
 its own: watch the model as it is after ``prepare``, and the optimizer inside.
 """
@@ -29,7 +30,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     options = parser.parse_args()
 
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
     x = torch.randn(600, 20, generator=torch.Generator().manual_seed(0))
     y = (x[:, 0] + x[:, 1] > 0).long()
     data = TensorDataset(torch.arange(512), x[:512], y[:512])

@@ -205,3 +205,31 @@ def measured(rank, world):
 def test_rank_0_chooses_who_computes_the_validation_pass():
     (a, first), (b, second) = in_ranks(2, measured)
     assert a is b is None and first is second and first in (True, False)
+
+
+def sent(rank, world):
+    """Bytes given to sums over ranks in a step, split or not; and the number of parameters."""
+    torch.set_default_dtype(torch.float32)
+    found = []
+    for split in (False, True):
+        model, optimizer = parts()
+        with watch(model, optimizer, per_step=2) as run:
+            run._validator._split.chosen = split
+            run._next_audit = STEPS
+            for _ in range(2):  # the first step verifies more
+                before = run.world.bytes
+                x, y = data()
+                with run.batch(range(3)):
+                    loss(model, (x[:3], y[:3])).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(run.world.bytes - before)
+    return found, sum(p.numel() for p in model.parameters())
+
+
+def test_bytes_that_are_sent_are_those_of_the_cost_model():
+    from benchmarks.distributed import modelled
+
+    for (whole, split), parameters in in_ranks(2, sent):
+        assert whole == modelled(parameters)
+        assert split == modelled(parameters, split=True)
