@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 import experiments
+from benchmarks.distributed import modelled, ring
 from experiments import overview
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -386,6 +387,50 @@ SCALING = {
     "cpu": ("batch-4", "batch-64", "length-32", "length-512", "width-64", "width-256", "targets-4",
             "targets-16"),
 }  # fmt: skip
+# docs/costs.md and docs/distributed.md, from benchmarks/distributed.py
+
+
+def distributed() -> str:
+    """Counted bytes and throughput of several processes."""
+    data = results("distributed-cpu")
+    lines = [
+        "| ranks | | DDP's bytes per step | inrun's, counted | modelled | share of plain "
+        "throughput |",
+        "|---:|---|---:|---:|---:|---:|",
+    ]
+    for run in data["runs"]:
+        plain = _of(run, "plain")
+        for row in run["rows"]:
+            keys = ("ddp_bytes", "inrun_bytes", "modelled_bytes")
+            cells = [*(f"{row[k]:,.0f}" for k in keys), f"{plain['step_ms'] / row['step_ms']:.0%}"]
+            lines.append(f"| {run['ranks']} | {row['variant']} | " + " | ".join(cells) + " |")
+    where = data["environment"]
+    below = (
+        f"A GPT of {plain['parameters']:,} parameters, {data['options']['batch']} × "
+        f"{data['options']['length']} tokens per rank, float32, {where['cpu']} with "
+        f"{where['cores']} cores that were busy with other work, torch {where['torch']}."
+    )
+    return "\n".join([*lines, "", below])
+
+
+def communication() -> str:
+    """Modelled bytes and time of communication for GPT-2 small and a model of 7 billion."""
+    lines = [
+        "| GPUs | parameters | DDP, GB sent per GPU | inrun, every rank validates | inrun, split | "
+        "split, ms at 450 GB/s | at 50 GB/s |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for parameters in (124_439_808, 7_000_000_000):
+        for ranks in (8, 64, 512):
+            whole, split = (ring(modelled(parameters, split=s), ranks) for s in (False, True))
+            ms = [f"{1e3 * split / speed:.1f}" for speed in (450e9, 50e9)]
+            lines.append(
+                f"| {ranks} | {parameters / 1e9:.3g} B | {ring(4 * parameters, ranks) / 1e9:.2f} | "
+                f"{whole:.0f} bytes | {split / 1e9:.2f} GB | {ms[0]} | {ms[1]} |"
+            )
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "numbers": numbers,
     "gpu": gpu,
@@ -403,6 +448,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "stages": stages,
     "precision": precision,
     "choices": choices,
+    "distributed": distributed,
+    "communication": communication,
     **{f"short-{name}": partial(overview.short, name) for name in experiments.EXPERIMENTS},
 } | reproduced()
 

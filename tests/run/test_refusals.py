@@ -55,13 +55,29 @@ def step(model, optimizer, run):
     optimizer.step()
 
 
-def test_ddp_of_several_processes_is_refused(two_processes):
+def test_ddp_around_a_part_of_the_model_is_refused(two_processes):
     model, optimizer = parts()
     ddp = nn.parallel.DistributedDataParallel(model)
-    with pytest.raises(TypeError, match=r"averages the gradients over its 2 .*ddp\.module"):
-        watch(ddp, optimizer)
-    with pytest.raises(TypeError, match="its part '0': DistributedDataParallel"):
+    with pytest.raises(TypeError, match="its part '0': DistributedDataParallel around a part"):
         watch(nn.Sequential(ddp), optimizer)
+
+
+def test_ddp_that_leaves_parameters_out_is_refused(two_processes):
+    model, optimizer = parts()
+    model._ddp_params_and_buffers_to_ignore = ["0.weight"]
+    ddp = nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(TypeError, match=r"leaves out 0\.weight, so each rank trains a copy"):
+        watch(ddp, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on import
+def test_zero_redundancy_optimizer_is_refused(two_processes):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model, _ = parts()
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    with pytest.raises(TypeError, match=r"steps a part of the parameters on each rank.*AdamW"):
+        watch(model, zero)
 
 
 def test_ddp_of_one_process_is_watched(one_process):

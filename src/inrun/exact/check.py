@@ -141,7 +141,7 @@ def _ratio(off: float, size: float) -> float:
 def compare(
     check: Check, ids: np.ndarray, estimate: np.ndarray, rows: Mapping[str, Tensor],
     nobody: Mapping[str, Tensor], params: Mapping[str, Tensor], model: nn.Module,
-    optimizer: reference.Optimizers, loss: Callable[[], float], clip: Any,
+    optimizer: reference.Optimizers, loss: Callable[[], float], clip: Any, say: bool = True,
 ) -> None:  # fmt: skip
     """Fill in a check: exact Shapley values by the real optimizer on copies. ``rows`` are the
     per-example gradients, ``clip`` what happens to a coalition's before the optimizer sees it.
@@ -171,7 +171,8 @@ def compare(
         error = error[: len(ids)]
     share += phi[len(ids) :].sum()
     check.fill(ids, estimate, -phi[: len(ids)], error, share)
-    print(check)
+    if say:
+        print(check)
 
 
 def per_example(params: Mapping[str, Tensor], micros: Sequence[MicroBatch]) -> dict[str, Tensor]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from inrun.console import Json, say
+from inrun.ledger.ranks import rank_folders
 from inrun.ledger.repair import ASIDE, repair
 
 
@@ -21,10 +22,20 @@ def repair_command(
     A lost or damaged manifest.json is made again from the parts. Nothing is deleted: what does not
     count is moved to RUN/damaged. A ledger that is whole stays as it is.
     """
-    result = repair(run)
+    lines, data = _repaired(run)
+    for rank, folder in rank_folders(run).items():
+        more, found = _repaired(folder)
+        lines += [f"{folder.name}: {line}" for line in more]
+        data.setdefault("ranks", {})[str(rank)] = found
+    say(as_json, data, "\n".join(lines))
+
+
+def _repaired(folder: Path) -> tuple[list[str], dict[str, Any]]:
+    """Repair the ledger of one process; returns what to print, and the same as data."""
+    result = repair(folder)
     n = len(result.parts)
     lines = [*result.notes, f"{n:,} part{'' if n == 1 else 's'} whole: {result.steps:,} steps"]
-    lines += [f"moved to {run / ASIDE}: {name} ({why})" for name, why in result.aside.items()]
+    lines += [f"moved to {folder / ASIDE}: {name} ({why})" for name, why in result.aside.items()]
     lines += [f"lost: {lost}" for lost in result.lost]
     if not (result.notes or result.aside or result.lost):
         lines.append("nothing to repair")
@@ -35,4 +46,4 @@ def repair_command(
         "aside": result.aside,
         "lost": [asdict(lost) for lost in result.lost],
     }
-    say(as_json, data, "\n".join(lines))
+    return lines, data

@@ -174,6 +174,10 @@ class Committed(LedgerTables):
         parts = self._parts
         return parts[-1].last if parts else -1
 
+    @property
+    def lost(self) -> tuple[Lost, ...]:
+        return self._manifest.lost
+
     def _load(self) -> None:
         self._manifest = read_manifest(self.path, self.info["version"]) or Manifest()
         self._ids = self._manifest.ids
@@ -193,6 +197,10 @@ class Committed(LedgerTables):
             if part.first < step <= part.last:
                 known += sum(before(t, step).num_rows for t in self._tables("steps", [part]))
         return known + sum(x.steps or 0 for x in lost), all(x.steps is not None for x in lost)
+
+    def _fits(self, steps: int, wanted: int, sure: bool) -> bool:
+        """Does the ledger hold as many steps as a checkpoint says?"""
+        return steps == wanted if sure else steps <= wanted
 
     def _small(self) -> list[Part]:
         """The small parts at the end; large ones are never rewritten."""

@@ -15,6 +15,8 @@ from inrun.ledger import LedgerError
 from inrun.ledger.tables import STEP_COLUMNS, LedgerTables, Scan, audit_columns, check_targets
 from inrun.ledger.tokens import Tokens, arrays, fields
 
+ELSEWHERE = "the step is void on another rank"
+
 
 @dataclass(frozen=True)
 class Audit:
@@ -34,7 +36,8 @@ class StepEntry:
     why).
     ``nobody`` [E, Q] is what belongs to no example of the batch (a penalty on weights, padding of
     a packed row), None for nothing. ``tokens`` are the values of single positions, where these
-    were asked for.
+    were asked for. ``sums`` [E, Q] are those of the values of all ranks, where several train one
+    model; ``nobody`` and the audit are then of all of them, too.
     ``weight`` is 1/p, p the probability with which the step was chosen for scoring.
     """
 
@@ -48,6 +51,7 @@ class StepEntry:
     missed: float = 0.0  # part of the update that no example is credited with (Muon's first steps)
     nobody: np.ndarray | None = None
     tokens: Tokens | None = None
+    sums: np.ndarray | None = None
 
 
 class Ledger(Protocol):
@@ -64,8 +68,8 @@ class Ledger(Protocol):
         """Keep a description of the run (model, optimizer, coverage) where the ledger has a place
         for it."""
 
-    def restart(self) -> None:
-        """Forget everything: a new run begins."""
+    def restart(self, run: str | None = None) -> None:
+        """Forget everything: a new run begins, called ``run`` where several ranks share it."""
 
     def append(self, entry: StepEntry) -> None: ...
     def truncate(self, step: int) -> None:
@@ -160,7 +164,7 @@ class MemoryLedger(LedgerTables):
 
     def update_info(self, **sections: Any) -> None: ...
 
-    def restart(self) -> None:
+    def restart(self, run: str | None = None) -> None:
         self._entries = []
 
     def append(self, entry: StepEntry) -> None:
@@ -246,6 +250,8 @@ def step_row(entry: StepEntry, estimator: int) -> dict[str, Any]:
     total = nobody = np.nan
     if V is not None:  # sum over examples of the mean over targets
         total = float(V[estimator].astype(np.float64).mean(axis=0).sum())
+        if entry.sums is not None:
+            total = float(np.mean(entry.sums[estimator]))
         nobody = 0.0 if entry.nobody is None else float(np.mean(entry.nobody[estimator]))
     row: dict[str, Any] = dict.fromkeys(STEP_COLUMNS, np.nan)
     row |= {"step": entry.step, "lr": entry.lr, "examples": len(entry.ids), "sum": total}
@@ -279,6 +285,7 @@ def _from_state(d: dict[str, Any]) -> StepEntry:
         audit=None if d["audit"] is None else Audit(**_as_arrays(d["audit"])),
         nobody=None if d.get("nobody") is None else np.asarray(d["nobody"], dtype=np.float64),
         tokens=None if d.get("tokens") is None else _tokens_from_state(d["tokens"]),
+        sums=None if d.get("sums") is None else np.asarray(d["sums"], dtype=np.float64),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from inrun.ledger import LedgerError, files
 from inrun.ledger.manifest import KINDS, part_files
 from inrun.ledger.tables import check_targets
 
-FORMAT, VERSION = "inrun-ledger", 3
-READABLE = (1, 2, 3)  # 1: without checksums, 2: without nobody's part
+FORMAT, VERSION = "inrun-ledger", 4
+READABLE = (1, 2, 3, 4)  # 1: without checksums, 2: without nobody's part, 3: of one process
 DEEPEST = 64  # levels of run.json; more would exhaust the stack of whatever walks through it
 WAY_OUT = (
     "Put back a copy of run.json if you have one; without it the numbers can only be read with "
@@ -104,8 +105,11 @@ def _is_text(x: Any) -> bool:
     return True
 
 
-def check(folder: Path, fixed: dict[str, Any], overwrite: bool = False) -> dict[str, Any] | None:
-    """Returns run.json of the ledger to continue, None to start one; refuses other folders."""
+def check(
+    folder: Path, fixed: dict[str, Any], overwrite: bool = False, run: str | None = None
+) -> dict[str, Any] | None:
+    """Returns run.json of the ledger to continue, None to start one; refuses other folders. ``run``
+    is that of rank 0, where this is another rank's folder."""
     if not folder.exists():
         return None
     if not folder.is_dir():
@@ -131,6 +135,11 @@ def check(folder: Path, fixed: dict[str, Any], overwrite: bool = False) -> dict[
                 f"{folder} holds another run: its {key} is {a!r}, this run's is {b!r}; choose "
                 "another folder, or pass overwrite=True to start again here"
             )
+    if run is not None and info.get("run") != run and not overwrite:
+        raise LedgerError(
+            f"{folder} holds what a rank of another run recorded: choose another folder, or pass "
+            "overwrite=True to start again here"
+        )
     return info
 
 
@@ -148,7 +157,20 @@ def no_strangers(folder: Path, known: set[str]) -> None:
             )
 
 
-def begin(fixed: dict[str, Any]) -> dict[str, Any]:
-    """Returns run.json of a run that begins now; its ``run`` is unique."""
+def fixed_entries(
+    config: dict[str, Any], targets: Sequence[str], estimators: Sequence[str]
+) -> dict[str, Any]:
+    """The entries of run.json that are fixed when a ledger is created."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "config": files.json_value(config, "config"),
+        "targets": check_targets(targets),
+        "estimators": [str(e) for e in estimators],
+    }
+
+
+def begin(fixed: dict[str, Any], run: str | None = None) -> dict[str, Any]:
+    """Returns run.json of a run that begins now; its ``run`` is unique, or another rank's."""
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return fixed | {"run": uuid4().hex, "created": created, "versions": files.versions()}
+    return fixed | {"run": run or uuid4().hex, "created": created, "versions": files.versions()}

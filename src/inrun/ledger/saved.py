@@ -9,11 +9,13 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 
+from inrun.ledger.committed import tell_lost
 from inrun.ledger.entries import RunTables
+from inrun.ledger.ranks import RankedStore
 from inrun.ledger.tables import audit_summary
 from inrun.ledger.writer import Store
 
-__all__ = ["SavedRun", "Store", "open_run"]
+__all__ = ["RankedStore", "SavedRun", "Store", "open_run"]
 
 
 class SavedRun(RunTables):
@@ -22,9 +24,9 @@ class SavedRun(RunTables):
     Estimators go by name; None is the first that the run recorded.
     """
 
-    _ledger: Store
+    _ledger: RankedStore
 
-    def __init__(self, ledger: Store) -> None:
+    def __init__(self, ledger: RankedStore) -> None:
         self._ledger = ledger
         self.path = ledger.path
         self.info: dict[str, Any] = ledger.info
@@ -39,8 +41,8 @@ class SavedRun(RunTables):
 
     @property
     def bytes(self) -> int:
-        """The size of the parts that count."""
-        return sum(sum(part.bytes) for part in self._ledger.sources())
+        """The size of the parts that count, of all ranks."""
+        return sum(sum(part.bytes) for part in self._ledger.all_parts())
 
     def history_batches(
         self, estimator: str | None = None, rows: int = 1_000_000
@@ -74,5 +76,9 @@ class SavedRun(RunTables):
 
 
 def open_run(path: str | os.PathLike[str]) -> SavedRun:
-    """Open a ledger folder for reading, also while its run goes on."""
-    return SavedRun(Store.open(path))
+    """Open a ledger folder for reading, also while its run goes on. What several ranks recorded
+    there is one run."""
+    store = RankedStore.open(path)
+    for other in store.others():
+        tell_lost(other.path, other.lost)
+    return SavedRun(store)

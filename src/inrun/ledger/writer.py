@@ -35,12 +35,19 @@ from weakref import WeakSet
 from inrun.ledger import LedgerError, files
 from inrun.ledger.committed import Committed, before, tell_lost
 from inrun.ledger.entries import StepEntry
-from inrun.ledger.folder import FORMAT, VERSION, begin, check, no_strangers, read_info, write_info
+from inrun.ledger.folder import (
+    VERSION,
+    begin,
+    check,
+    fixed_entries,
+    no_strangers,
+    read_info,
+    write_info,
+)
 from inrun.ledger.lock import WriterLock
 from inrun.ledger.manifest import KINDS, Part, part_name, read_manifest
 from inrun.ledger.outage import Outage, void_entry
 from inrun.ledger.parts import BufferedEntry, arrow_ids, buffered, steps_table, values_table
-from inrun.ledger.tables import check_targets
 
 FIXED = ("format", "version", "config", "targets", "estimators", "run")  # of run.json
 SMALL_PARTS = 64  # more small parts than this at the end of the ledger are merged
@@ -70,34 +77,24 @@ class Store(Committed):
 
     @classmethod
     def create(
-        cls,
-        path: str | os.PathLike[str],
-        config: dict[str, Any],
-        targets: Sequence[str],
-        estimators: Sequence[str],
-        overwrite: bool = False,
-    ) -> Store:
+        cls, path: str | os.PathLike[str], config: dict[str, Any], targets: Sequence[str],
+        estimators: Sequence[str], overwrite: bool = False, run: str | None = None,
+    ) -> Any:  # fmt: skip
         """Start a ledger in ``path``, or continue the one that a run with this config left there.
 
         A continued ledger keeps all its entries until ``load_state_dict`` (or ``truncate``) says
         where the run goes on, or ``restart`` forgets them. ``overwrite`` accepts a ledger of a
-        run with another config, to be restarted.
+        run with another config, to be restarted. ``run``: of the rank whose run this is part of.
         """
         folder = Path(path).absolute()  # the training may change its working directory
-        fixed = {
-            "format": FORMAT,
-            "version": VERSION,
-            "config": files.json_value(config, "config"),
-            "targets": check_targets(targets),
-            "estimators": [str(e) for e in estimators],
-        }
-        check(folder, fixed, overwrite)
+        fixed = fixed_entries(config, targets, estimators)
+        check(folder, fixed, overwrite, run)
         with files.disk(folder, "nothing was recorded"):
             folder.mkdir(parents=True, exist_ok=True)
             lock = WriterLock(folder)
         try:
             with files.disk(folder, "nothing was recorded"):
-                store = cls._begin(folder, fixed, lock, overwrite)
+                store = cls._begin(folder, fixed, lock, overwrite, run)
         except BaseException:
             lock.release()
             raise
@@ -106,13 +103,13 @@ class Store(Committed):
         return store
 
     @classmethod
-    def _begin(cls, folder: Path, fixed: Any, lock: WriterLock, overwrite: bool) -> Store:
-        info = check(folder, fixed, overwrite)
+    def _begin(cls, folder: Path, fixed: Any, lock: WriterLock, overwrite: bool, run: Any) -> Any:
+        info = check(folder, fixed, overwrite, run)
         for kind in KINDS:
             (folder / kind).mkdir(exist_ok=True)
         version = VERSION if info is None else info["version"]
         if info is None:
-            info = begin(fixed)
+            info = begin(fixed, run)
             write_info(folder, info)
         elif overwrite:
             info = info | fixed
@@ -129,7 +126,7 @@ class Store(Committed):
         return store
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Store:
+    def open(cls, path: str | os.PathLike[str]) -> Any:
         """Read a ledger, also while another process writes it."""
         folder = Path(path)
         if not folder.is_dir():
@@ -141,13 +138,13 @@ class Store(Committed):
         tell_lost(folder, store._manifest.lost)
         return store
 
-    def restart(self) -> None:
+    def restart(self, run: str | None = None) -> None:
         """Forget everything: this is a new run in an old folder."""
         if self.outage.forked(self._pid):
             return
         with self._guard:
             self._writable()
-            self.info = begin({key: self.info[key] for key in FIXED if key != "run"})
+            self.info = begin({key: self.info[key] for key in FIXED if key != "run"}, run)
             self._hold([])
             self._ids = None
             self._restarting = self._info_due = True
@@ -359,7 +356,7 @@ class Store(Committed):
                 raise LedgerError(f"{self.path}: the checkpoint belongs to another ledger")
             last = int(state["last_step"])
             steps, sure = self._steps_before(last + 1)
-            if not (steps == state["steps"] if sure else steps <= state["steps"]):
+            if not self._fits(steps, state["steps"], sure):
                 raise LedgerError(
                     f"{self.path} holds {steps} steps up to step {last}, the checkpoint was made "
                     f"with {state['steps']}: it belongs to another ledger"

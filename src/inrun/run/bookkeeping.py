@@ -51,8 +51,9 @@ class Config:
         return self.every == 1 or int(coin.integers(self.every)) == 0
 
 
-def as_ids(ids: Any, kind: type | None) -> tuple[np.ndarray, type]:
+def as_ids(ids: Any, kind: type | None, empty: bool = False) -> tuple[np.ndarray, type | None]:
     """Ids as an array and their type, which must be the same in the whole run (``kind``).
+    ``empty``: there may be none.
 
     Integers fit into 64 bits with a sign (int64), strings can be written as UTF-8: what comes out
     of the tables is what went in.
@@ -61,6 +62,8 @@ def as_ids(ids: Any, kind: type | None) -> tuple[np.ndarray, type]:
     if whole is not None and kind is not str:
         return whole, int
     plain = _as_list(ids)
+    if empty and not plain:
+        return np.empty(0, np.int64), kind
     if not plain:
         raise BatchError("run.batch got no ids: pass one per example")
     found: list[int] | list[str] = [_id(x, i, len(plain)) for i, x in enumerate(plain)]
@@ -259,7 +262,7 @@ class EntryQueue:
         self._on_result(result)
         done = replace(
             entry, values=result.values, void=result.void, audit=result.audit,
-            missed=result.missed, nobody=result.nobody, tokens=result.tokens,
+            missed=result.missed, nobody=result.nobody, tokens=result.tokens, sums=result.sums,
         )  # fmt: skip
         self._ledger.append(done)
         self._tally.add(done)

@@ -14,49 +14,70 @@ from torch.optim import Optimizer
 from inrun.errors import ValidationError
 from inrun.optimizers import rule_for
 from inrun.optimizers.joint import Joint, Optimizers
+from inrun.ranks.torch_compat import has_mixed_precision
+from inrun.ranks.world import unwrapped
 from inrun.scoring.estimators import Estimator
 
-ONE_PROCESS = (
-    "inrun watches one process yet: train in one process, on the model itself, without the wrapper"
+WAYS_OUT = (
+    "inrun watches one process, and several with DistributedDataParallel "
+    "(docs/distributed.md): train the model with one of these"
 )
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no module, and modules whose gradients or weights lie in many processes."""
+    """Refuse what is no module, and modules whose gradients or weights lie in many processes, each
+    a part of them. DistributedDataParallel is fine, around the whole model."""
     if isinstance(model, Optimizer):
         raise TypeError("watch got the optimizer first: call watch(model, optimizer, ...)")
     if not isinstance(model, nn.Module):
         raise TypeError(f"watch needs the model as a torch.nn.Module, not a {type(model).__name__}")
-    if why := _many_processes(model):
-        raise TypeError(why)
+    whole = unwrapped(model)
     for name, module in model.named_modules():
-        if name and (why := _many_processes(module)):
-            raise TypeError(f"its part '{name}': {why}")
+        why = _in_parts(module)
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            why = _unlike_the_whole(module, around=module.module is whole)
+        if why:
+            raise TypeError(f"its part '{name}': {why}" if name else why)
     for name, p in model.named_parameters():
         if type(p).__name__ == "DTensor" or type(p.data).__name__ == "DTensor":
             raise TypeError(
                 f"parameter {name} is a DTensor, spread over processes (fully_shard, FSDP2, or "
-                f"tensor parallelism): each process sees a part of it only. {ONE_PROCESS}"
+                f"tensor parallelism): each process sees a part of it only. {WAYS_OUT}"
             )
 
 
-def _many_processes(module: nn.Module) -> str | None:
+def _unlike_the_whole(ddp: nn.parallel.DistributedDataParallel, around: bool) -> str | None:
+    """Why this DistributedDataParallel cannot be watched. ``around``: it wraps the whole model."""
+    if torch.distributed.get_world_size(ddp.process_group) == 1:
+        return None
+    if not around:
+        return (
+            "DistributedDataParallel around a part of the model averages the gradients of that "
+            "part only. Wrap the whole model in it and pass that to watch"
+        )
+    if has_mixed_precision(ddp):
+        return (
+            "DistributedDataParallel(mixed_precision=...) trains on low-precision copies of the "
+            "parameters, which the capture does not see. Use torch.autocast instead"
+        )
+    held = {n for n, p in ddp.module.named_parameters() if p.requires_grad}
+    if alone := sorted(held & set(ddp.parameters_to_ignore)):
+        return (
+            f"DistributedDataParallel leaves out {', '.join(alone[:5])}, so each rank trains a "
+            "copy of its own. Freeze these parameters, or have them averaged"
+        )
+    return None
+
+
+def _in_parts(module: nn.Module) -> str | None:
     """Why this module cannot be watched, if it spreads the training over processes or devices."""
     names = {f"{c.__module__.partition('.')[0]}.{c.__name__}" for c in type(module).__mro__}
     if names & {"deepspeed.DeepSpeedEngine", "deepspeed.PipelineEngine"}:
         return (
             "a DeepSpeed engine keeps gradients and optimizer state for itself, in parts and "
             "buffers of its own, and steps by engine.step(): what the optimizer receives cannot "
-            f"be seen. {ONE_PROCESS} (engine.module)"
+            f"be seen. {WAYS_OUT} (engine.module)"
         )
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        world = torch.distributed.get_world_size(module.process_group)
-        if world > 1:
-            return (
-                "DistributedDataParallel averages the gradients over its "
-                f"{world} processes during backward(): .grad holds the examples of all of them, "
-                f"of which this process sees its own only. {ONE_PROCESS} (ddp.module)"
-            )
     if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
         return (
             f"DataParallel runs copies of the model on {len(module.device_ids)} devices, in "
@@ -66,7 +87,7 @@ def _many_processes(module: nn.Module) -> str | None:
     if "torch.FullyShardedDataParallel" in names:
         return (
             "FullyShardedDataParallel flattens the parameters and spreads them over processes: "
-            f"each process sees a part of them only. {ONE_PROCESS}"
+            f"each process sees a part of them only. {WAYS_OUT}"
         )
     return None
 
@@ -127,8 +148,15 @@ def _check_optimizer(optimizer: Any) -> None:
     if type(optimizer).__module__.partition(".")[0] == "deepspeed":
         raise TypeError(
             f"{kind} is DeepSpeed's: it keeps gradients and optimizer state in parts and buffers "
-            f"of its own, so what it receives cannot be seen. {ONE_PROCESS}, with an optimizer of "
+            f"of its own, so what it receives cannot be seen. {WAYS_OUT}, with an optimizer of "
             "torch"
+        )
+    if kind == "ZeroRedundancyOptimizer":
+        raise TypeError(
+            "ZeroRedundancyOptimizer steps a part of the parameters on each rank and sends the "
+            "rest of the weights around inside step(): no rank has the state of all of them. Use "
+            f"the optimizer that it wraps ({getattr(optimizer, '_optim_constructor', 'AdamW')!r}) "
+            "with DistributedDataParallel"
         )
     if isinstance(inner, Optimizer):
         try:

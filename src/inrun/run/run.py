@@ -26,6 +26,7 @@ from inrun.exact.repeat import ModelCalls
 from inrun.ledger import LedgerError
 from inrun.ledger.entries import Ledger, RunTables, StepEntry
 from inrun.optimizers.joint import Optimizers, members_of
+from inrun.ranks.world import ALONE, World
 from inrun.run.attaching import Hooks
 from inrun.run.begin_end import BeginEnd
 from inrun.run.bookkeeping import (
@@ -47,6 +48,7 @@ from inrun.run.coverage import (
     trainable,
 )
 from inrun.run.logging import Summary
+from inrun.run.recording import claim, of_this_rank, share_coverage
 from inrun.run.stepping import IN_BATCH, Stepper
 from inrun.scoring.conclude import Begun, Pending, StepResult
 from inrun.scoring.estimators import Estimator
@@ -69,7 +71,9 @@ class Run(BeginEnd, Summary, RunTables):
         max_norm: float | None,
         scaler: Any,
         overwrite: bool = False,
+        world: World = ALONE,
     ) -> None:
+        self.world = world
         self.model, self.optimizer, self.config = model, optimizer, config
         self.estimators = [Estimator.parse(e, config.point) for e in config.estimator]
         self._names = config.estimator
@@ -82,10 +86,8 @@ class Run(BeginEnd, Summary, RunTables):
         self._validator, self._ledger = validator, ledger
         self._overwrite, self._loaded, self._described = overwrite, False, False
         together = (optimizer,) if config.step_together else members_of(optimizer)
-        self._steppers = [
-            Stepper(o, Scorer(model, o, self.params, self.estimators, validator, max_norm, scaler))
-            for o in together
-        ]
+        scoring = (self.params, self.estimators, validator, max_norm, scaler, world)
+        self._steppers = [Stepper(o, Scorer(model, o, *scoring)) for o in together]
         for stepper in self._steppers:
             stepper.score(self.params)
         self._memory = MemoryLimit(memory_limit, offload, self._device)
@@ -124,24 +126,26 @@ class Run(BeginEnd, Summary, RunTables):
         of the parameters did. Where positions were pooled, what comes after is one position's.
 
         Several batches before one ``optimizer.step()`` are gradient accumulation. An id may occur
-        more than once; its values add up.
+        more than once; its values add up. A rank that has no examples in a step passes ``[]``.
         """
         if not self._hooks:
             raise BatchError("this run is closed: watch the model again")
         if self._capture.live is not None:
             raise BatchError("run.batch inside run.batch: one batch at a time")
-        array, self._id_type = as_ids(ids, self._id_type)
+        self.world.refuse_join()
+        array, self._id_type = as_ids(ids, self._id_type, empty=not self.world.alone)
         owner = as_owner(owner, len(array))
         for stepper in self._steppers:
             self._give_up_step(stepper)
             stepper.forget_calls()
         self._rescan()
-        if not self.config.scores(self.step):
+        scored = self.config.scores(self.step)
+        if not scored or not len(array):
             self._drop_skipped()
             yield
             for stepper in self._steppers:
-                stepper.micros.append((array, None))
-                stepper.scorer.accumulated.note(stepper.params, scored=False)
+                stepper.micros.append((array, stepper.scorer.no_examples() if scored else None))
+                stepper.scorer.accumulated.note(stepper.params, scored)
             return
         held, self._memory.batches = self._memory.held, max(len(s.micros) for s in self._steppers)
         try:
@@ -231,6 +235,7 @@ class Run(BeginEnd, Summary, RunTables):
             "next_audit": [stepper.next_audit for stepper in self._steppers],
             "validation": self._validator.state_dict(),
             "ledger": ledger.state_dict(),
+            "rank": self.world.rank,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -241,7 +246,7 @@ class Run(BeginEnd, Summary, RunTables):
                 f"this is not what run.state_dict() returned: it has no {missing[0]!r}. Keep that "
                 "under a key of its own in the checkpoint and pass it here as it was"
             )
-        self._settled().load_state_dict(state["ledger"])  # refuses what is another run's
+        self._settled().load_state_dict(of_this_rank(self.world, state))  # not another run's
         self._ledger.truncate(state["step"])
         self._forget(*self._steppers)
         self.step, self.unwatched = state["step"], state["unwatched"]
@@ -349,15 +354,8 @@ class Run(BeginEnd, Summary, RunTables):
         """Before the first entry: continue the ledger, overwrite it or raise LedgerError."""
         if self._described:
             return
-        last = self._ledger.last_step
-        if not self._loaded and self._overwrite:
-            self._ledger.restart()
-        elif not self._loaded and last >= 0:
-            raise LedgerError(
-                f"{self._ledger.name()} holds steps up to {last} already. To go on, "
-                "call run.load_state_dict(...) with the checkpoint's state; to start again, pass "
-                "watch(..., overwrite=True) or another folder"
-            )
+        claim(self.world, self._ledger, self._loaded, self._overwrite)
+        share_coverage(self.world, self._capture.keeper.coverage)
         self._ledger.update_info(**describe(self.model, self.optimizer, self.coverage()))
         self._described = True
 

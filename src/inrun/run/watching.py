@@ -10,9 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from inrun.gradients import Form
-from inrun.ledger.entries import Ledger, MemoryLedger
+from inrun.ranks.world import World
+from inrun.ranks.world import unwrapped as inner_model
 from inrun.run.bookkeeping import Config
 from inrun.run.coverage import scored_parameters
+from inrun.run.recording import make_ledger
 from inrun.run.refusals import (
     check_choices,
     check_estimators,
@@ -50,11 +52,12 @@ def watch(
     scaler: Any = None,
     seed: int = 0,
     step_together: bool = True,
+    process_group: Any = None,
 ) -> Run:
     """Watch a training loop: what does each example do to the validation loss?
 
     Args:
-        model: the model that is trained.
+        model: the model that is trained, or the ``DistributedDataParallel`` around it.
         optimizer: the optimizer whose ``step()`` trains it; its class needs a rule
             (docs/optimizers.md). What ``accelerator.prepare`` returns is taken, too. Several in a
             list, ``[muon, adamw]``: see ``step_together``.
@@ -98,6 +101,8 @@ def watch(
             from w_∅ to w_B only its parameters move, those of the others stay where they are at
             that moment, and its values add up to that U(∅) − U(B). An example's value then depends
             on the order in which the optimizers step.
+        process_group: the processes over which the loop averages the gradients by itself, inside
+            ``run.batch``; with ``DistributedDataParallel`` it is found (docs/distributed.md).
 
     Returns:
         A :class:`Run`, also a context manager that closes itself.
@@ -112,17 +117,14 @@ def watch(
     )  # fmt: skip
     check_model(model)  # refuse before anything is made on disk
     watched = check_optimizers(optimizer, model, step_together, every)
+    world, model = World.of(model, process_group), inner_model(model)
     scored_parameters(model, watched, patterns)
-    validator = Validator(model, data, loss, per_step, chunk, seed, batch_dim)
-    ledger: Ledger = MemoryLedger(list(data))
-    if out is not None:
-        from inrun.ledger.saved import Store
-
-        ledger = Store.create(out, config.saved(), list(data), list(config.estimator), overwrite)
+    validator = Validator(model, data, loss, per_step, chunk, seed, batch_dim, world)
+    ledger = make_ledger(world, out, config, list(data), overwrite)
     try:
         return Run(
             model, watched, config, validator, ledger, offload, memory_limit, max_norm, scaler,
-            overwrite,
+            overwrite, world,
         )  # fmt: skip
     except BaseException:
         ledger.close()

@@ -45,9 +45,10 @@ class Sampling:
     is measured again at every audit, and when the set of parameters changes.
     """
 
-    def __init__(self, estimators: Sequence[Estimator], rules: Sequence[Rule]) -> None:
+    def __init__(self, estimators: Sequence[Estimator], rules: Sequence[Rule], alone: bool) -> None:
         self.estimators = [(e, x) for e, x in enumerate(estimators) if x.sampled]
-        self._bends = all(r.elementwise for r in rules) and any(r.adaptive for r in rules)
+        bends = all(r.elementwise for r in rules) and any(r.adaptive for r in rules)
+        self._bends = alone and bends  # the examples of other ranks are not at hand
         self._near, self._params = 0, list[str]()
 
     def wanted(self, params: list[str], micros: Sequence[MicroBatch], audit: bool) -> bool:

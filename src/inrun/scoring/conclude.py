@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from inrun.capture.micro_batch import MicroBatch
-from inrun.ledger.entries import Audit
+from inrun.ledger.entries import ELSEWHERE, Audit
 from inrun.ledger.tokens import Tokens
+from inrun.scoring.agreed import OTHER_DIRECTION, SAME_EVERYWHERE, SEE_THERE, Agreed
 from inrun.scoring.taken import Prediction
 
 NOT_FINITE = "the training gradient is not finite"
@@ -37,6 +38,7 @@ class StepResult:
     missed: float = 0.0  # part of the update that the secant could not carry (Muon's first steps)
     nobody: np.ndarray | None = None
     tokens: Tokens | None = None
+    sums: np.ndarray | None = None  # [E, Q] of the values of all ranks, where there are several
 
 
 @dataclass
@@ -183,14 +185,14 @@ class Conclusion:
         whose: Columns, *, values: np.ndarray, expected: np.ndarray, losses: np.ndarray,
         finite: np.ndarray, missed: np.ndarray, flags: np.ndarray,
         columns: np.ndarray | None = None, inputs: np.ndarray | None = None,
-        sampled: np.ndarray | None = None,
+        sampled: np.ndarray | None = None, agreed: np.ndarray | None = None,
     ) -> StepResult:  # fmt: skip
         """The result of a step from its numbers on the host.
 
         ``advice`` says what to do by reason; ``flags`` are up or down in the same order, and one
         that is up makes the step void. ``columns`` and ``inputs`` come from the device
-        (``Columns.moving``). ``sampled``: values to take instead, where they are not NaN
-        (coalitions.py); what adds up are those of the linear maps.
+        (``Columns.moving``), ``agreed`` from all ranks (agreed.py). ``sampled``: values to take
+        instead, where they are not NaN (coalitions.py); what adds up are those of the linear maps.
         """
         if not finite:
             return StepResult(void=NOT_FINITE)
@@ -203,17 +205,24 @@ class Conclusion:
             if not np.isfinite(values[:, q]).all():
                 return StepResult(void=f"the values for '{target}' are not finite")
         own = whose.by_example(values, columns)
-        if self.add_up(step, tolerance, own, expected):
-            tokens = whose.tokens(values, columns, inputs)
-            if sampled is not None:
-                own = whose.by_example(np.where(np.isnan(sampled), values, sampled), columns)
-            return StepResult(own[..., :-1], None, audit, float(missed), own[..., -1], tokens)
-        return self.void(step, NOT_ADDING_UP, self.message)
+        every = Agreed.alone(own, expected) if agreed is None else Agreed.of(agreed, expected)
+        if every.void:
+            return self.void(step, ELSEWHERE, SEE_THERE)
+        if not every.same_direction(tolerance):
+            return self.void(step, OTHER_DIRECTION, SAME_EVERYWHERE)
+        if not self.add_up(step, tolerance, every):
+            return self.void(step, NOT_ADDING_UP, self.message)
+        tokens, nobody = whose.tokens(values, columns, inputs), every.nobody
+        if sampled is not None:
+            own = whose.by_example(np.where(np.isnan(sampled), values, sampled), columns)
+            nobody = own[..., -1]
+        sums = None if agreed is None else every.sums - every.nobody
+        return StepResult(own[..., :-1], None, audit, float(missed), nobody, tokens, sums)
 
-    def add_up(self, step: int, tolerance: float, values: np.ndarray, expected: np.ndarray) -> bool:
+    def add_up(self, step: int, tolerance: float, every: Agreed) -> bool:
         """Is the sum of the values ⟨u, G⟩, up to rounding? Otherwise ``message`` says why not."""
-        sums, size = values.sum(2), np.abs(values).sum(2) + np.abs(expected)
-        off = np.abs(sums - expected)
+        sums, expected = every.sums, every.expected
+        size, off = every.sizes + np.abs(expected), np.abs(sums - expected)
         if not (off > tolerance * size).any():
             self.verified = True
             return True
@@ -222,6 +231,7 @@ class Conclusion:
             f"step {step}: the captured per-example gradients do not add up to .grad "
             f"(⟨u, Σg_i⟩ = {sums[worst]:.6g}, ⟨u, G⟩ = {expected[worst]:.6g}). Possible causes: "
             "gradients from outside run.batch(ids); clipping, unscaling or torch.autograd.grad "
-            "inside it; a hook that changes a parameter's gradient; a custom autograd function"
+            "inside it; a hook that changes a parameter's gradient; a custom autograd function; "
+            "in several processes, gradients that are not the mean over the ranks"
         )
         return False

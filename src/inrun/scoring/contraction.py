@@ -22,6 +22,7 @@ from inrun.gradients.nodes import Node, directions
 from inrun.gradients.records import Pair, wide
 from inrun.gradients.use import Use
 from inrun.optimizers.base import LinearMap, Scale
+from inrun.ranks.world import ALONE, World
 from inrun.scoring import contraction_kernel
 from inrun.scoring.uses import Direction, Product, add_uses, joined_row_dots
 from inrun.validation.sweep import Gradients
@@ -290,8 +291,9 @@ def components(names: Iterable[str], micros: Sequence[MicroBatch]) -> list[list[
 
 
 def cancelling(
-    G: Mapping[str, Tensor], micros: Sequence[MicroBatch], among: Collection[str] | None = None
-) -> dict[str, Tensor]:
+    G: Mapping[str, Tensor], micros: Sequence[MicroBatch], among: Collection[str] | None = None,
+    world: World = ALONE,
+) -> dict[str, Tensor]:  # fmt: skip
     """For each 1-D parameter (or those ``among``), a flag on its device: is its gradient zero up to
     rounding although the per-example gradients are not? Example: a bias before BatchNorm. The batch
     does not move it, but an adaptive optimizer's slope at zero is of the order lr/eps, which would
@@ -302,19 +304,21 @@ def cancelling(
     """
     sizes: dict[str, Tensor] = {}
     coarse = 0.0
+    vectors = {k: None for k, g in G.items() if g.ndim <= 1 and (not among or k in among)}
     for micro in micros:
         if micro.autocast is not None and micro.autocast[1]:
             coarse = max(coarse, torch.finfo(micro.autocast[2]).eps)
-        vectors = {k for k, g in G.items() if g.ndim <= 1 and (not among or k in among)}
         for node, records in micro.by_example(vectors):
             k = node.name
             for record in records:
                 size = record.to(G[k].device).rows().square().sum()
                 sizes[k] = sizes[k] + size if k in sizes else size
+    kinds = {k: size.dtype for k, size in sizes.items()}
     found = {}
-    for k, size in sizes.items():
-        limit = math.sqrt(torch.finfo(size.dtype).eps)
+    for k, size in world.total_by_name(sizes, vectors, world.share**2).items():
+        limit = math.sqrt(torch.finfo(kinds.get(k, G[k].dtype)).eps)
         limit = max(limit, 4 * coarse) if G[k].numel() >= _LONG else limit
-        own, each = G[k].norm(), size.sqrt()  # of the same order by chance, however many examples
+        own = G[k].norm()  # of the same order by chance, however many examples
+        each = size.sqrt().to(own.device)
         found[k] = (own <= limit * each) & (each > 0) & own.isfinite()
     return found

@@ -203,11 +203,12 @@ def _joined(tensors: Sequence[Tensor]) -> list[Tensor]:
     return found + [flatten_dense_tensors(some) for some in small.values()]
 
 
-def tolerance_of(G: Iterable[Tensor], micros: Sequence[MicroBatch]) -> float:
-    """How far values may be from adding up to what G says, relative to their size."""
+def tolerance_of(G: Iterable[Tensor], micros: Sequence[MicroBatch], coarse: bool = False) -> float:
+    """How far values may be from adding up to what G says, relative to their size. ``coarse``: G
+    was averaged over ranks in half precision."""
     dtypes = {g.dtype for g in G}
     half = any(m.autocast is not None and m.autocast[1] for m in micros)
-    if half or dtypes & {torch.float16, torch.bfloat16}:
+    if half or coarse or dtypes & {torch.float16, torch.bfloat16}:
         return 0.05
     return 1e-3 if torch.float32 in dtypes else 1e-7
 

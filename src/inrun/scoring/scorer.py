@@ -32,12 +32,14 @@ from torch import Tensor, nn
 from inrun.capture.aside import CHANGED as ASIDE
 from inrun.capture.micro_batch import MicroBatch
 from inrun.errors import CaptureError
-from inrun.exact.check import Check, compare, gradient_errors, nobodys, per_example, without
-from inrun.exact.repeat import verified_rows
+from inrun.exact.check import Check, compare
 from inrun.ledger.entries import Audit
 from inrun.optimizers import rule_for
 from inrun.optimizers.base import LinearMap, Scale, has_own_rule
 from inrun.optimizers.joint import Optimizers, members_of
+from inrun.ranks.world import ALONE, World
+from inrun.scoring.agreed import agreed
+from inrun.scoring.checking import gathered, refuse_sums, unseen_parameters
 from inrun.scoring.clipping import Clipping, ClippingWatch, Unrecognised
 from inrun.scoring.coalitions import Sampling
 from inrun.scoring.conclude import (
@@ -111,7 +113,9 @@ class Scorer:
         validator: Validator,
         max_norm: float | None,
         scaler: Any,
+        world: World = ALONE,
     ) -> None:
+        self.world = world
         self.model, self.optimizer, self.params = model, optimizer, params
         self.rules = [(o, rule_for(o)) for o in members_of(optimizer)]
         kinds = [type(o) for o, _ in self.rules]  # one may have the rule of its base class
@@ -121,12 +125,18 @@ class Scorer:
         self.accumulated = Accumulated()
         self.conclusion = Conclusion(self.targets)
         self._clipping = ClippingWatch(max_norm)
-        self._sampling = Sampling(estimators, [rule for _, rule in self.rules])
+        self._sampling = Sampling(estimators, [rule for _, rule in self.rules], world.alone)
         self._weights_memory = PathBuffers()
         self._candidates: set[str] = set()  # vectors that may cancel
         self._looked_at: Any = None  # the state of the model when they were looked for
         self._moved = Moved([])  # of the last step
+        self._advice = dict(_ADVICE)
         self._compared = 0  # steps whose weights were compared on all coordinates
+
+    def no_examples(self) -> MicroBatch:
+        """The batch of a rank without examples in a step: there are no records, and its gradient
+        counts as zero."""
+        return MicroBatch(0, autocast=self.validator.autocast)
 
     def close(self) -> None:
         self._weights_memory = PathBuffers()
@@ -152,10 +162,11 @@ class Scorer:
         self.validator.draw()
         with self.validator.evaluating():
             clipping = self._values(step, path, maps, numbers)
-            if not losses.is_cuda and not bool(losses.isfinite().all()):
+            bad = self.world.alone and not losses.is_cuda and not bool(losses.isfinite().all())
+            if bad:
                 return self.conclusion.loss_not_finite(losses.numpy())
             if not self.conclusion.verified:
-                self._refuse_sums(step, numbers, columns)
+                refuse_sums(self.world, self.conclusion, self.params, step, numbers, columns)
             if check is not None:
                 own = best(numbers["values"], numbers.get("sampled"))[0]
                 self._check(check, step, ids, columns.on_host(own), clipping)
@@ -178,8 +189,9 @@ class Scorer:
         like = begun.numbers["values"]
         flags = [*begun.flags.values(), begun.prediction.off()]
         begun.numbers["flags"] = torch.stack([f.to(like) for f in flags])
+        begun.numbers |= agreed(self.world, begun.numbers, begun.columns, begun.numbers["flags"])
         begun.numbers |= {k: t.to(like.device) for k, t in begun.columns.moving().items()}
-        advice = {k: _ADVICE.get(k, MIXED_UP) for k in begun.flags}
+        advice = {k: self._advice.get(k, MIXED_UP) for k in begun.flags}
         advice[OTHER_STEP] = begun.prediction.likely_cause(self._borrowed_by)
         conclude = partial(
             self.conclusion.of, begun.step, audit, begun.tolerance, advice, begun.columns
@@ -204,8 +216,10 @@ class Scorer:
     def _received(self, number: int, micros: list[MicroBatch], audit: bool) -> Step | StepResult:
         """What the optimizer is about to do with which gradient. A void result if that gradient is
         no known function of what the batches left."""
-        for reason in (m.void for m in micros if m.void):
-            return self.conclusion.void(number, reason, _ADVICE[reason])
+        at_once = self.world.alone  # several ranks decide together, when the step is over
+        void = next((m.void for m in micros if m.void), None)
+        if void is not None and at_once:
+            return self.conclusion.void(number, void, _ADVICE[void])
         params = {k: p for k, p in self.params.items() if p.grad is not None}
         if not self.conclusion.verified:
             self._refuse_unseen(params, micros)
@@ -215,18 +229,21 @@ class Scorer:
         places = moved.places(list(params.values()))
         g = [moved.steps[i].g for i in places]
         finite = None if g[0].is_cuda else all_finite(g)
-        if finite is not None and not bool(finite):
+        if at_once and finite is not None and not bool(finite):
             return StepResult(void=NOT_FINITE)
         grads = {k: x for k, p in params.items() if (x := p.grad) is not None}
         found = self.accumulated.compare(grads)
         for reason, flag in found.flags.items():
-            if flag.device.type == "cpu" and bool(flag):
+            if at_once and flag.device.type == "cpu" and bool(flag):
                 return self.conclusion.void(number, reason, _ADVICE[reason])
-        found.flags.update(doubts(micros))
+        found.flags.update(doubts(micros) | ({void: torch.ones(())} if void else {}))
         C = self._recognised(found, g, micros)
-        if isinstance(C, Unrecognised):
+        if isinstance(C, Unrecognised) and at_once:
             return self.conclusion.void(number, C.void, C.advice)
-        tolerance = tolerance_of(grads.values(), micros)
+        if isinstance(C, Unrecognised):
+            found.flags[C.void], self._advice[C.void] = torch.ones(()), C.advice
+            C = Clipping(1.0)
+        tolerance = tolerance_of(grads.values(), micros, self.world.coarse)
         return Step(
             number, micros, audit, params, moved, places, finite, found.G, found.flags, C, tolerance
         )
@@ -257,9 +274,7 @@ class Scorer:
 
     def _refuse_unseen(self, names: Iterable[str], micros: list[MicroBatch]) -> None:
         """Raise if a parameter has a gradient but was not captured."""
-        seen = {r for m in micros for node in m.met_nodes for r in node.roots}
-        unseen = [k for k in names if k not in seen]
-        if unseen:
+        if unseen := unseen_parameters(self.world, list(names), micros):
             raise CaptureError(
                 f"parameter {', '.join(unseen[:5])} received a gradient, but no operation of it "
                 "was seen inside run.batch(ids): it is used in a custom autograd function (for a "
@@ -294,10 +309,10 @@ class Scorer:
             return {}
         state = list(G), [m.training for m in self.validator.modules]
         if step.audit or not self.conclusion.verified or state != self._looked_at:
-            flags = cancelling(G, micros)
+            flags = cancelling(G, micros, None, self.world)
             self._candidates = {k for k, x in flags.items() if bool(x)}
             self._looked_at = state
-        return cancelling(G, micros, self._candidates) if self._candidates else {}
+        return cancelling(G, micros, self._candidates, self.world) if self._candidates else {}
 
     # 3. and 4. Validation and contraction
 
@@ -342,7 +357,7 @@ class Scorer:
                     for e, (inner, sums) in zip(which, found, strict=True):
                         splits = MAPS[self.estimators[e].kind].splits_clipping
                         C = clipping if splits else step.clipping
-                        values[e, qs] = C.apply(inner, sums, aligned)
+                        values[e, qs] = C.apply(self.world.averaged(inner), sums, aligned)
                         numbers["expected"][e, qs] = sums * C.common
             if self._sampling.wanted(list(step.G), step.micros, step.audit):
                 names = dict(zip(step.places, step.G, strict=True))
@@ -368,40 +383,28 @@ class Scorer:
         G, micros = step.G, step.micros
         if step.clipping.norm is None:
             return step.clipping, None
-        clipping = step.clipping.spread(list(G.values()), sum(m.energy() for m in micros))
+        energy = torch.tensor(sum(m.energy() for m in micros if m.records), dtype=torch.float64)
+        energy = self.world.total(energy) * self.world.share**2
+        clipping = step.clipping.spread(list(G.values()), float(energy))
         along, size = contract({k: Direction(g[None]) for k, g in G.items()}, G, micros)
-        return clipping, along / size
+        return clipping, self.world.averaged(along) / size
 
     # Checks
-
-    def _refuse_sums(self, step: Step, numbers: Mapping[str, Tensor], columns: Columns) -> None:
-        """Before the first step with values: captured gradients that do not add up are an error."""
-        values, expected = (numbers[k].cpu().numpy() for k in ("values", "expected"))
-        if not np.isfinite(values).all() or not bool(numbers["finite"]):
-            return
-        values = columns.on_host(numbers["values"], nobody=True)
-        if self.conclusion.add_up(step.number, step.tolerance, values, expected):
-            return
-        G = without(step.G, nobodys(step.micros))
-        errors = gradient_errors(G, per_example(self.params, step.micros))
-        off = [k for k, e in errors.items() if e > step.tolerance]
-        where = f". Parameters concerned: {', '.join(off[:5]) or 'unknown'}."
-        raise CaptureError(self.conclusion.message + where)
 
     def _check(
         self, check: Check, step: Step, ids: np.ndarray, values: np.ndarray, clipping: Clipping
     ) -> None:
         """Fill in ``check``: the values of the first estimator beside exact Shapley values."""
         check.step, check.estimator = step.number, self.estimators[0].name
-        with no_autocast(next(iter(step.G.values())).device.type):
-            rows, nobody = per_example(self.params, step.micros), nobodys(step.micros)
-        G = without(step.G, nobody)
-        check.gradient_error = max(gradient_errors(G, rows).values())
-        rows = verified_rows(check, self.model, self.params, step.micros, rows, G, step.tolerance)
+        ids, values, rows, nobody = gathered(
+            self.world, check, self.model, self.params, step.micros, step.G, step.tolerance,
+            ids, values,
+        )  # fmt: skip
         compare(
             check, ids, values.mean(0), rows, nobody,
             self.params, self.model, self.optimizer,
             lambda: float(np.mean(self.validator.losses())), clipping.function(),
+            say=self.world.rank == 0,
         )  # fmt: skip
 
 

@@ -87,6 +87,11 @@ class Joining:
         self._used[key] += 1
         return True
 
+    def withdraw(self, key: Any) -> None:
+        """Another rank found that one pass for all targets is not right."""
+        self._used.pop(key, None)
+        self.allowed = False
+
     def worth_measuring(self, key: Any) -> bool:
         """Is this set likely to come back? Measuring one that does not is a waste."""
         lonely = sum(1 for n in self._used.values() if n == 0)

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from inrun.errors import ValidationError
+from inrun.ranks.world import ALONE, World
 from inrun.tensors.autocast import Autocast, as_it_was, uncached
 from inrun.torch_compat import tree_leaves, tree_map
 from inrun.validation.cuda_graph import Fingerprint, GraphCache
 from inrun.validation.joining import Joining
+from inrun.validation.split import Split
 from inrun.validation.state import Generators, State
 from inrun.validation.sweep import Gradients, Sweep, joined
 from inrun.validation.targets import Batches, copy_batch
@@ -58,6 +60,7 @@ class Validator:
         chunk: int | None,
         seed: int,
         batch_dim: int = 0,
+        world: World = ALONE,
     ) -> None:
         if not targets:
             raise ValidationError("there is no validation data: pass validation= or targets=")
@@ -73,6 +76,7 @@ class Validator:
         self._reentrant = False
         self.modules = list(model.modules())
         self._state, self._random = State(self.loss), Generators("ran the validation pass")
+        self._world, self._split = world, Split(world)
         self._sweep, self._joining = Sweep(model), Joining(batch_dim)
         self._graphs = GraphCache(self.loss, partial(self._state.once, Fingerprint.of))
         self._joint: tuple[list[int], Any] | None = None  # see Joining.join
@@ -126,10 +130,13 @@ class Validator:
                 with torch.compiler.set_stance("force_eager"):  # compiling would take longer
                     return self._gradient(q, weights, graphs=False)[1]
 
-            if self._joining.measure(
+            right = self._joining.measure(
                 key, names, params, lambda: self._together(params), single, half
-            ):
+            )
+            if all(self._world.gather(right)):
                 return [together]
+            if right:
+                self._joining.withdraw(key)
         self._joint = None
         return apart
 
@@ -149,7 +156,10 @@ class Validator:
         """
         if len(group) > 1:
             return self._together(params)
-        loss, grads = self._in_chunks(group[0], list(params.values()))
+        loss, grads = self._split.measured(
+            len(list(self._parts(group[0]))),
+            lambda: self._in_chunks(group[0], list(params.values())),
+        )
         if keep:
             loss, grads = loss.clone(), [g.clone() for g in grads]
         found = dict(zip(params, grads, strict=True))
@@ -162,8 +172,8 @@ class Validator:
                 return self._gradient(q, params)
             except torch.cuda.OutOfMemoryError:
                 rows = max(_rows(b) or 0 for b in self._batches[q])
-                if min(rows, self.chunk or rows) <= 1:
-                    raise
+                if min(rows, self.chunk or rows) <= 1 or not self._world.alone:
+                    raise  # several ranks: all need the same chunks, so the user says how large
                 if self.chunk is None:
                     warnings.warn(
                         f"a validation batch of {rows} rows does not fit into the GPU's memory and "
@@ -184,7 +194,7 @@ class Validator:
             total = torch.zeros((), dtype=torch.float64, device=params[0].device)
             grads: list[Tensor] = []
             with torch.enable_grad():
-                parts = list(self._parts(q))
+                parts = self._split.own(list(self._parts(q)))
                 for weight, batch in parts:
 
                     def compute(b: Any, w: Sequence[Tensor], by: float = weight * scale) -> Any:
@@ -203,6 +213,7 @@ class Validator:
                         for g, p in zip(found, params, strict=True)
                     ]
                     grads = [a + b for a, b in zip(grads, new, strict=True)] if grads else new
+            total, grads = self._split.summed(total, grads or [torch.zeros_like(p) for p in params])
             if scale == 1.0:
                 return total, grads
             if all(bool(torch.isfinite(g).all()) for g in grads):

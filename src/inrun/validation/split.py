@@ -1,0 +1,72 @@
+"""Which rank computes which part of the validation gradient.
+
+A target's loss is a mean over its batches (``per_step``) and, where rows are processed in chunks,
+over these: the parts. Either every rank computes all of them, or each computes some and the
+gradients are summed over ranks. Both give the same direction on all ranks. A batch is never cut for
+this: its loss need not be a mean over rows.
+
+Splitting saves passes and costs one sum of all parameters' gradients. Both are measured on rank 0
+in the second pass, and rank 0 decides, once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from inrun.ranks.world import World
+
+T = TypeVar("T")
+MEASURED = 1  # the pass that is measured; the one before it compiles and allocates
+
+
+class Split:
+    """Shares the parts of a validation pass among ranks, if that is faster."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.chosen: bool | None = False if world.alone else None
+        self._passes = 0
+
+    @property
+    def on(self) -> bool:
+        return self.chosen is True
+
+    def own(self, parts: Sequence[T]) -> list[T]:
+        """The parts that this rank computes."""
+        return list(parts[self.world.rank :: self.world.size]) if self.on else list(parts)
+
+    def summed(self, loss: Tensor, grads: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Loss and gradients of all parts, from those of this rank's."""
+        if not self.on:
+            return loss, grads
+        found = [loss.clone(), *(g.clone() for g in grads)]
+        self.world.total_(found)
+        return found[0], found[1:]
+
+    def measured(
+        self, parts: int, compute: Callable[[], tuple[Tensor, list[Tensor]]]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Returns what ``compute`` does for ``parts`` parts; the second time, chooses."""
+        if self.chosen is not None or parts < 2:
+            return compute()
+        start = _now()
+        loss, grads = compute()
+        passed = _now() - start
+        if self._passes == MEASURED:
+            start = _now()
+            self.world.total_([g.clone() for g in grads])
+            saved = passed * (1 - -(-parts // self.world.size) / parts)
+            self.chosen = self.world.agree(saved > _now() - start)
+        self._passes += 1
+        return loss, grads
+
+
+def _now() -> float:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
