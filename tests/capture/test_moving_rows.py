@@ -100,7 +100,6 @@ def _(m, x):
 hidden("flip", lambda h: h.flip(0))
 hidden("flipud", torch.flipud)
 hidden("roll", lambda h: h.roll(1, 0))
-hidden("differences of neighbours", lambda h: h.diff(dim=0, prepend=h[:1]))
 hidden("roll without dims", lambda h: h.roll(H))
 hidden("rot90 twice", lambda h: torch.rot90(h, 2).fliplr())
 hidden("cat of slices", lambda h: torch.cat([h[2:], h[:2]]))
@@ -697,3 +696,16 @@ def test_a_tensor_that_stands_for_a_number_is_read_in_every_step(move):
         for (name, _), rows in zip(model.named_parameters(), expected, strict=True):
             assert name not in got or torch.allclose(got[name], rows[:B], rtol=1e-9, atol=1e-12)
         assert got["b.weight"].any()
+
+
+def test_differences_of_neighbouring_examples_are_refused():
+    """Of positions they have owners (padding-free rows); of numbers with gradients nobody's."""
+    model = Net(lambda m, x: m.b(m.a(x).diff(dim=0, prepend=m.a(x)[:1])))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(B, IN)
+    with (
+        inrun.watch(model, optimizer, validation=[x], loss=lambda m, x: m(x).sum()) as run,
+        pytest.raises(inrun.CaptureError, match="'diff'"),
+        run.batch(range(B)),
+    ):
+        model(x).pow(2).sum().backward()

