@@ -168,11 +168,9 @@ def in_backward() -> bool:
 DisableTorchFunction = torch._C.DisableTorchFunction
 """Context in which no ``TorchFunctionMode`` and no tensor subclass sees calls.
 
-Our own computations are not to be followed by our own mode, and the calls get cheaper. Public
-replacement: none. Tried: 2.11, 2.13.
+Our own mode must not follow us. Public replacement: none. Tried: 2.11, 2.13.
 """
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass  # documented; leaves modes on
-
 top_mode = torch.overrides._get_current_function_mode
 """The mode that sees calls first, or None. Public replacement: none. Tried: 2.11, 2.13."""
 

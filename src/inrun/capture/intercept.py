@@ -24,14 +24,14 @@ from inrun.capture.micro_batch import Keeper, MicroBatch
 from inrun.capture.mode import PASSED_ON, Mode, opened
 from inrun.capture.outputs import Outputs
 from inrun.capture.pairs import halves
-from inrun.capture.provenance import OUTSIDE, PAIRS, Origin, any_batched, has_rows
+from inrun.capture.provenance import OUTSIDE, PAIRS, Origin, any_batched, has_rows, shared_by_all
 from inrun.capture.site import Site, Taps, has_pure_form, rows_of
 from inrun.errors import data_without_ids, nested, number_of_all, refusal, transformed
 from inrun.gradients import op_rule
 from inrun.gradients.call import Place, flatten
-from inrun.gradients.nodes import ADDITIVE, Node
+from inrun.gradients.nodes import Node
 from inrun.tensors.autocast import current
-from inrun.tensors.layout import MIXED, Layout, Lost, in_place, name_of, tensors_in
+from inrun.tensors.layout import Layout, Lost, in_place, name_of, tensors_in
 from inrun.tensors.owners import NOBODY, Owners
 from inrun.torch_compat import (
     base_of,
@@ -110,7 +110,7 @@ class Interceptor:
         if parametric and batched and name in _LIKE:
             parametric = type(origins[0]) is Node
             batched = not parametric or name not in ("to", "type_as")
-        if parametric and batched and self._shared_by_all(name, tensors, origins):
+        if parametric and batched and shared_by_all(name, tensors, origins, self.provenance.B):
             batched = False
         if parametric and torch.is_grad_enabled() and name == "setitem":
             return self._write_parameter(func, args, batched)
@@ -139,20 +139,6 @@ class Interceptor:
             if self.memo is not None and key is not None and not drawn:
                 self.memo.store_outcome(key, out, constant=True)
         return out
-
-    def _shared_by_all(
-        self, name: str, tensors: Sequence[Tensor], origins: Sequence[Origin]
-    ) -> bool:
-        """Are all operands made of the batch the same for every example, and either without a
-        gradient (which experts were chosen) or one number (a loss)? With parameters they make
-        something made of parameters. Of a batch of one example every number is such a loss where a
-        penalty is added to it; a parameter itself is taken for the bias of a model's one output."""
-        mixed = [(t, x) for t, x in zip(tensors, origins, strict=True) if any_batched([x])]
-        if self.provenance.B == 1 and name in ADDITIVE:
-            bias = any(type(x) is Node and x.param is not None for x in origins)
-            return not bias and not any(t.ndim for t, _ in mixed)
-        alike = all(x is MIXED for _, x in mixed)
-        return alike and all(t.numel() == 1 or not t.is_floating_point() for t, _ in mixed)
 
     def _anchor_operands(
         self, func: Any, tensors: Sequence[Tensor], origins: Sequence[Origin]

@@ -28,17 +28,13 @@ import torch
 from torch import Tensor, nn
 
 from inrun.capture.claims import Claims
-from inrun.capture.tensor_map import Mark, Origins, TensorMap
+from inrun.capture.tensor_map import Mark, Origins, TensorMap, memory_of, own_tensors
 from inrun.errors import no_positions
-from inrun.gradients.nodes import Node
-from inrun.tensors.layout import MIXED, Kind, Layout, Lost, lost, tensors_in
+from inrun.gradients.nodes import ADDITIVE, Node
+from inrun.tensors.layout import MIXED, Kind, Layout, Lost, lost
 from inrun.tensors.owners import Owners, UnknownOwnerError, of_layout, settled
 from inrun.torch_compat import (
-    MODULE_ATTRIBUTES,
-    FakeTensor,
-    buffers_of,
     in_backward,
-    parameters_of,
 )
 
 Origin: TypeAlias = Node | Layout | Owners | Kind  # ``Lost`` is a Kind, too
@@ -66,6 +62,19 @@ def has_rows(origin: Origin | None) -> TypeGuard[Layout | Owners]:
 def lasts(origin: Layout | Owners) -> bool:
     """Is it the same object in the next step?"""
     return type(origin) is Layout or (type(origin) is Owners and origin.static)
+
+
+def shared_by_all(name: str, tensors: Sequence[Tensor], origins: Sequence[Origin], B: int) -> bool:
+    """Are all operands made of the batch the same for every example, and either without a gradient
+    (which experts were chosen) or one number (a loss)? With parameters they make something made of
+    parameters. Of a batch of one example every number is such a loss where a penalty is added to
+    it; a parameter itself is taken for the bias of a model's one output."""
+    mixed = [(t, x) for t, x in zip(tensors, origins, strict=True) if any_batched([x])]
+    if B == 1 and name in ADDITIVE:
+        bias = any(type(x) is Node and x.param is not None for x in origins)
+        return not bias and not any(t.ndim for t, _ in mixed)
+    alike = all(x is MIXED for _, x in mixed)
+    return alike and all(t.numel() == 1 or not t.is_floating_point() for t, _ in mixed)
 
 
 def follows_rows(origin: Origin) -> bool:
@@ -224,7 +233,7 @@ class Provenance:
     def owns(self, t: Tensor) -> bool:
         """Is it one of the model's own tensors?"""
         if self._own is None:
-            self._own = _own_tensors(self.modules)
+            self._own = own_tensors(self.modules)
         return id(t) in self._own
 
     def is_parameter(self, t: Tensor) -> bool:
@@ -248,7 +257,7 @@ class Provenance:
                 self.outsiders[id(t)] = t
             return CONSTANT
         if self._by_memory is not None and in_backward():
-            known = self._by_memory.get(_memory_of(t))
+            known = self._by_memory.get(memory_of(t))
             if known is not None and (type(known) is not Node or t.requires_grad):
                 return known
         if self.anchored and t.requires_grad and not t.is_leaf:
@@ -350,7 +359,7 @@ class Provenance:
     def _note_memory(self, t: Tensor, origin: Origin) -> None:
         assert self._by_memory is not None
         if t.numel():
-            self._by_memory[_memory_of(t)] = origin
+            self._by_memory[memory_of(t)] = origin
 
     def revive(self, tensors: Sequence[Tensor]) -> None:
         """A reentrant checkpoint detaches its inputs and has them require gradients again."""
@@ -358,35 +367,5 @@ class Provenance:
             return
         for t in tensors:
             if t.requires_grad and t.is_leaf and self.origins.get(t) is CONSTANT:
-                known = self._by_memory.get(_memory_of(t))
+                known = self._by_memory.get(memory_of(t))
                 self.origins[t] = known if type(known) is Node else CONSTANT
-
-
-def _memory_of(t: Tensor) -> Any:
-    """Where a tensor is and how it is laid out; None if it has no memory of its own."""
-    if isinstance(t, FakeTensor):
-        return None
-    try:
-        return t.data_ptr(), tuple(t.shape), t.stride(), t.device
-    except RuntimeError:  # a tensor without storage: inside vmap and the like
-        return None
-
-
-def _own_tensors(modules: Iterable[nn.Module]) -> set[int]:
-    """The ids of all attributes of the modules: parameters, buffers and plain attributes. Types are
-    not checked, because that takes longer than adding the id. Tensors in short lists and
-    dictionaries are included (peft keeps the tokens of its prompts in one)."""
-    own: set[int] = set()
-    for module in modules:
-        held = vars(module)
-        buffers, params = buffers_of(module).values(), parameters_of(module).values()
-        own.update(map(id, params), map(id, buffers))
-        for name in held.keys() - MODULE_ATTRIBUTES:
-            x = held[name]
-            own.add(id(x))
-            if type(x) in _CONTAINERS and 0 < len(x) <= _SHORT:
-                own.update(map(id, tensors_in(x)))
-    return own
-
-
-_CONTAINERS, _SHORT = (dict, list, tuple), 64

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from inrun.tensors.layout import tensors_in
+from inrun.torch_compat import MODULE_ATTRIBUTES, FakeTensor, buffers_of, parameters_of
 
 T = TypeVar("T")
+_CONTAINERS, _SHORT = (dict, list, tuple), 64
 
 
 class TensorMap(Generic[T]):
@@ -70,3 +74,30 @@ class Origins(Generic[T]):
         for tensor, origin, _ in self.entries.values():
             if (t := tensor()) is not None:
                 yield t, origin
+
+
+def memory_of(t: Tensor) -> Any:
+    """Where a tensor is and how it is laid out; None if it has no memory of its own."""
+    if isinstance(t, FakeTensor):
+        return None
+    try:
+        return t.data_ptr(), tuple(t.shape), t.stride(), t.device
+    except RuntimeError:  # a tensor without storage: inside vmap and the like
+        return None
+
+
+def own_tensors(modules: Iterable[nn.Module]) -> set[int]:
+    """The ids of all attributes of the modules: parameters, buffers and plain attributes. Types are
+    not checked, because that takes longer than adding the id. Tensors in short lists and
+    dictionaries are included (peft keeps the tokens of its prompts in one)."""
+    own: set[int] = set()
+    for module in modules:
+        held = vars(module)
+        buffers, params = buffers_of(module).values(), parameters_of(module).values()
+        own.update(map(id, params), map(id, buffers))
+        for name in held.keys() - MODULE_ATTRIBUTES:
+            x = held[name]
+            own.add(id(x))
+            if type(x) in _CONTAINERS and 0 < len(x) <= _SHORT:
+                own.update(map(id, tensors_in(x)))
+    return own

@@ -22,13 +22,17 @@ if TYPE_CHECKING:
     from inrun.scoring.scorer import Step
 
 
-def unseen_parameters(
-    world: World, names: Sequence[str], micros: Sequence[MicroBatch]
-) -> list[str]:
-    """The parameters of ``names`` that no record of any rank is of."""
+def refuse_unseen(world: World, names: Sequence[str], micros: Sequence[MicroBatch]) -> None:
+    """Raise if a parameter has a gradient but was not captured, on no rank."""
     seen = {r for m in micros for node in m.met_nodes for r in node.roots}
     seen = set().union(*world.gather(seen))
-    return [k for k in names if k not in seen]
+    if unseen := [k for k in names if k not in seen]:
+        raise CaptureError(
+            f"parameter {', '.join(unseen[:5])} received a gradient, but no operation of it "
+            "was seen inside run.batch(ids): it is used in a custom autograd function (for a "
+            "loss fused with its head see inrun.register_function), or outside the with "
+            f"block. Leave it out with watch(..., ignore={unseen[:5]!r})."
+        )
 
 
 def refuse_sums(

@@ -322,3 +322,10 @@ def cancelling(
         each = size.sqrt().to(own.device)
         found[k] = (own <= limit * each) & (each > 0) & own.isfinite()
     return found
+
+
+def unless(cancelled: Tensor, f: LinearMap) -> LinearMap:
+    """The map ``f``, or the zero map of the same kind if the flag ``cancelled`` is True."""
+    if isinstance(f, Scale):
+        return Scale(f.K.masked_fill(cancelled, 0.0))
+    return lambda v: f(v).masked_fill(cancelled, 0.0)

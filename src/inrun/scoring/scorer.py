@@ -19,7 +19,7 @@ After it, ``Scorer.finish``:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -31,15 +31,14 @@ from torch import Tensor, nn
 
 from inrun.capture.aside import CHANGED as ASIDE
 from inrun.capture.micro_batch import MicroBatch
-from inrun.errors import CaptureError
 from inrun.exact.check import Check, compare
 from inrun.ledger.entries import Audit
 from inrun.optimizers import rule_for
-from inrun.optimizers.base import LinearMap, Scale, has_own_rule
+from inrun.optimizers.base import LinearMap, has_own_rule
 from inrun.optimizers.joint import Optimizers, members_of
 from inrun.ranks.world import ALONE, World
 from inrun.scoring.agreed import agreed
-from inrun.scoring.checking import gathered, refuse_sums, unseen_parameters
+from inrun.scoring.checking import gathered, refuse_sums, refuse_unseen
 from inrun.scoring.clipping import Clipping, ClippingWatch, Unrecognised
 from inrun.scoring.coalitions import Sampling
 from inrun.scoring.conclude import (
@@ -52,7 +51,14 @@ from inrun.scoring.conclude import (
     StepResult,
     best,
 )
-from inrun.scoring.contraction import cancelling, components, contract, group_values
+from inrun.scoring.contraction import (
+    Direction,
+    cancelling,
+    components,
+    contract,
+    group_values,
+    unless,
+)
 from inrun.scoring.estimators import MAPS, POINTS, Estimator
 from inrun.scoring.moved import Moved
 from inrun.scoring.path import Path, PathBuffers, missed
@@ -222,7 +228,7 @@ class Scorer:
             return self.conclusion.void(number, void, _ADVICE[void])
         params = {k: p for k, p in self.params.items() if p.grad is not None}
         if not self.conclusion.verified:
-            self._refuse_unseen(params, micros)
+            refuse_unseen(self.world, list(params), micros)
         if not self._moved.again():
             self._moved = Moved.of(self.rules)
         moved = self._moved
@@ -272,16 +278,6 @@ class Scorer:
         every = {id(p): p for p in (*self.model.parameters(), *held)}
         return [p.grad for i, p in every.items() if i not in own and p.grad is not None]
 
-    def _refuse_unseen(self, names: Iterable[str], micros: list[MicroBatch]) -> None:
-        """Raise if a parameter has a gradient but was not captured."""
-        if unseen := unseen_parameters(self.world, list(names), micros):
-            raise CaptureError(
-                f"parameter {', '.join(unseen[:5])} received a gradient, but no operation of it "
-                "was seen inside run.batch(ids): it is used in a custom autograd function (for a "
-                "loss fused with its head see inrun.register_function), or outside the with "
-                f"block. Leave it out with watch(..., ignore={unseen[:5]!r})."
-            )
-
     # 2. Update map
 
     def _maps(self, step: Step, path: Path) -> list[dict[str, LinearMap]]:
@@ -294,7 +290,7 @@ class Scorer:
                 if e.kind not in made:
                     maps = path.maps(e.kind, POINTS[e.point][0])
                     own = {k: maps[i] for k, i in zip(step.G, step.places, strict=True)}
-                    own |= {k: _unless(flag, own[k]) for k, flag in cancelled.items()}
+                    own |= {k: unless(flag, own[k]) for k, flag in cancelled.items()}
                     made[e.kind] = own
         return [made[e.kind] for e in self.estimators]
 
@@ -406,10 +402,3 @@ class Scorer:
             lambda: float(np.mean(self.validator.losses())), clipping.function(),
             say=self.world.rank == 0,
         )  # fmt: skip
-
-
-def _unless(cancelled: Tensor, f: LinearMap) -> LinearMap:
-    """The map ``f``, or the zero map of the same kind if the flag ``cancelled`` is True."""
-    if isinstance(f, Scale):
-        return Scale(f.K.masked_fill(cancelled, 0.0))
-    return lambda v: f(v).masked_fill(cancelled, 0.0)
