@@ -26,7 +26,8 @@ from inrun.optimizers.base import Rule
 from inrun.optimizers.common import widest
 from inrun.scoring.clipping import Clipping
 from inrun.scoring.estimators import POINTS, Estimator
-from inrun.scoring.path import Pack, ParamStep
+from inrun.scoring.moved import ParamStep
+from inrun.scoring.path import Pack
 from inrun.validation.sweep import Gradients
 
 ENOUGH = 0.01  # relative standard error
