@@ -51,14 +51,7 @@ from inrun.scoring.conclude import (
     StepResult,
     best,
 )
-from inrun.scoring.contraction import (
-    Direction,
-    cancelling,
-    components,
-    contract,
-    group_values,
-    unless,
-)
+from inrun.scoring.contraction import cancelling, components, contract, group_values, unless
 from inrun.scoring.estimators import MAPS, POINTS, Estimator
 from inrun.scoring.moved import Moved
 from inrun.scoring.path import Path, PathBuffers, missed
