@@ -81,7 +81,8 @@ class Graph:
 
 
 def _attributes(node: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """What a node says of how it moves what it gets: numbers, not tensors."""
+    """What a node says of how it moves what it gets: integers (sizes, dimensions, shifts), not
+    tensors or factors."""
     if isinstance(node, BackwardCFunction) or not _KNOWN_NODE.fullmatch(node.name()):
         raise OtherPlanError
     if node.name().endswith("AccumulateGrad"):
@@ -91,7 +92,7 @@ def _attributes(node: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         if name.startswith("_saved_"):
             value = getattr(node, name)
             parts = value if isinstance(value, (tuple, list)) else (value,)
-            if all(isinstance(x, NUMBERS) for x in parts):
+            if all(isinstance(x, NUMBERS) and not isinstance(x, float) for x in parts):
                 found[name] = value
     return tuple(found), tuple(found.values())
 
