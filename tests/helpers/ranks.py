@@ -15,7 +15,7 @@ from torch import distributed as dist
 
 SPAWN = multiprocessing.get_context("forkserver")  # real processes that need not import torch again
 SPAWN.set_forkserver_preload(["torch._dynamo", "inrun", "duckdb"])
-SECONDS = 120  # after which processes that wait for each other are given up
+SECONDS = 400  # after which processes that wait for each other are given up
 
 
 def in_ranks(world, function, *args):

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
 import inrun
-from helpers.ranks import in_ranks, result, start
+from helpers.ranks import SECONDS, in_ranks, result, start
 from inrun.cli.app import app
 from inrun.ledger import LedgerError
 
@@ -85,7 +85,7 @@ def killed(world, folder, **options):
     started = [start(world, rank, folder / "store", killed_rank, folder, options)
                for rank in range(world)]  # fmt: skip
     for process, hear in started:
-        process.join(60)
+        process.join(SECONDS)
         assert process.exitcode == -signal.SIGKILL, result(process, hear)
 
 
