@@ -113,16 +113,14 @@ def test_deepspeed_is_refused():
         watch(model, zero)
 
 
-def test_accelerates_optimizer_is_refused_and_the_way_out_works():
+def test_accelerates_optimizer_is_taken_as_it_is():
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(*parts())
-    message = r"AcceleratedOptimizer around AdamW.*pass optimizer\.optimizer"
-    with pytest.raises(TypeError, match=message):
-        watch(model, optimizer)
-    with watch(model, optimizer.optimizer) as run:
+    with watch(model, optimizer) as run:
+        assert run.optimizer is optimizer.optimizer
         x = X[:4].double()
         with run.batch(range(4)):
             accelerator.backward(loss(model, (x, Y[:4])))

@@ -14,7 +14,9 @@ def unwrapped(optimizer: Any, scaler: Any) -> tuple[Any, Any]:
     ``GradScaler`` that steps it, if the caller named none."""
     if isinstance(optimizer, (list, tuple)):
         inner = [unwrapped(o, scaler) for o in optimizer]
-        return [o for o, _ in inner], next((s for _, s in inner if s is not None), scaler)
+        return type(optimizer)(o for o, _ in inner), next(
+            (s for _, s in inner if s is not None), scaler
+        )
     kinds = {(c.__module__.partition(".")[0], c.__name__) for c in type(optimizer).__mro__}
     if not kinds & _WRAPPERS:
         return optimizer, scaler
