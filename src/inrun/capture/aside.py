@@ -164,6 +164,9 @@ class Aside:
     def site(self, func: Any, args: Any, kwargs: Any, site: Site, out: Tensor) -> None:
         """A site that the memo knew has run under the mode."""
         learned, graph = self.learning, self._graph
+        if learned is not None and saved_tensors_hooks():
+            self.spoil()  # checkpointing, perhaps: it recomputes
+            return
         if learned is None and self.plan is None:
             return
         try:

@@ -87,9 +87,10 @@ def _attributes(node: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         raise OtherPlanError
     if node.name().endswith("AccumulateGrad"):
         return ("variable",), (node.variable,)
-    found = {}
-    for name in dir(node):
-        if name.startswith("_saved_"):
+    found, names = {}, set(dir(node))
+    for name in sorted(names):
+        # A saved tensor is not read: that may run hooks of the user's (checkpointing, offloading).
+        if name.startswith("_saved_") and f"_raw{name}" not in names:
             value = getattr(node, name)
             parts = value if isinstance(value, (tuple, list)) else (value,)
             if all(isinstance(x, NUMBERS) and not isinstance(x, float) for x in parts):
