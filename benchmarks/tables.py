@@ -227,6 +227,27 @@ def finetune() -> str:
     return "\n".join([*lines, "", measured_with(runs[0], [run["date"] for run in runs])])
 
 
+def first_steps() -> str:
+    """Values of the first steps beside exact Shapley values: the worst run of each batch size."""
+    data = results("first_steps")
+    steps = list(data["runs"][0]["steps"])
+    lines = ["| batch | estimator |" + "".join(f" step {s} |" for s in steps)]
+    lines.append("|---|---|" + "---|" * len(steps))
+    for B in sorted({r["batch"] for r in data["runs"]}):
+        runs = [r["steps"] for r in data["runs"] if r["batch"] == B]
+        for name in ("secant", "shapley"):
+            cells = []
+            for s in steps:
+                R = min(r[s][name]["R"] for r in runs)
+                error = max(r[s][name]["error"] for r in runs)
+                cells.append(f"{R:.3f}, {percent(error) if error < 10 else f'{error:.0f}×'}")
+            lines.append(f"| {B} | `{name}` | {' | '.join(cells)} |")
+    models, sampled = sorted({r["model"] for r in data["runs"]}), len(data["runs"])
+    lines += ["", f"Lowest correlation and largest relative error of {sampled} runs "
+              f"({', '.join(models)}; AdamW, lr {data['lr']:g}, float64, all coalitions)."]  # fmt: skip
+    return "\n".join([*lines, measured_with(data, [data["date"]])])
+
+
 def scaling(device: str, base: str, *names: str) -> str:
     """Plain and fast training where one thing differs from the base."""
     runs = costs(device, base, *names)
@@ -445,6 +466,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "scaling-cpu": lambda: scaling("cpu", "gpt-4x128", *SCALING["cpu"]),
     "targets-compiled": lambda: scaling("h200", "gpt2-compile", "targets-16-compile"),
     "finetune": finetune,
+    "first-steps": first_steps,
     "stages": stages,
     "precision": precision,
     "choices": choices,

@@ -578,9 +578,10 @@ def test_autocast_inside_or_outside_gives_the_values_of_eager_code(inside):
     first = Inside() if inside else GPT()
     how = outside if inside else loss
     plain, compiled = both(first, loss=how)
-    a, b = plain.history()["value"], compiled.history()["value"]
-    assert len(a) == len(b) and np.corrcoef(a, b)[0, 1] > 0.99
-    assert np.abs(a - b).max() < 0.1 * a.abs().max()
+    # At step 0 Adam's secant magnifies bfloat16's rounding: there both are as far from float32.
+    a, b = (h[h["step"] > 0]["value"] for h in (plain.history(), compiled.history()))
+    assert len(a) == len(b) > 0 and np.corrcoef(a, b)[0, 1] > 0.999
+    assert np.abs(a - b).max() < 0.02 * a.abs().max()
     assert_compiled(compiled)
 
 

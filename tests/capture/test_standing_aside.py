@@ -71,11 +71,11 @@ def learned(model, passes=5, **options):
 
 
 def test_few_calls_reach_python(monkeypatch):
-    model = small()
-    capture, _ = learned(model)
-    seen = []
+    model, seen = small(), []
     call = aside.Aside.call
     monkeypatch.setattr(aside.Aside, "call", lambda s, f, a, k: seen.append(f) or call(s, f, a, k))
+    capture, _ = learned(model)
+    seen.clear()
     before = capture.interceptor.calls
     with capture.batch(3):
         model(X[:3]).square().sum().backward()

@@ -373,7 +373,7 @@ def test_a_model_with_nothing_to_train_is_refused():
 
 def test_unknown_options_are_refused():
     for options, message in (
-        ({"estimator": "shapley"}, "'shapley' is not known"),
+        ({"estimator": "newton"}, "'newton' is not known"),
         ({"point": "end"}, "'end' is not known"),
         ({"training": "quick"}, "'quick' is not known"),
         ({"form": "dense"}, "'dense' is not known"),

@@ -257,7 +257,7 @@ def test_what_is_kept_gives_what_is_made_again(change, make, options, monkeypatc
     if make is sgd and (change in (load_state_dict, state_moved) or options):
         pytest.skip("the same with adamw")
     kept = trained(change, make, **options)
-    monkeypatch.setattr(Moved, "again", lambda self, optimizer: False)
+    monkeypatch.setattr(Moved, "again", lambda self: False)
     monkeypatch.setattr(Reached, "unchanged", lambda self, modules=None: False)
     made = trained(change, make, **options)
     assert kept[1]["void"].fillna("").tolist() == made[1]["void"].fillna("").tolist()
@@ -300,8 +300,8 @@ def test_every_change_of_the_optimizer_is_noticed(monkeypatch):
     ):  # fmt: skip
         found = []
 
-        def noted(self, optimizer, found=found):
-            found.append(again(self, optimizer))
+        def noted(self, found=found):
+            found.append(again(self))
             return found[-1]
 
         monkeypatch.setattr(Moved, "again", noted)
@@ -319,14 +319,14 @@ def test_another_layout_at_the_same_address_is_noticed():
     for _ in range(2):
         p.grad = torch.randn_like(p)
         optimizer.step()
-    moved = Moved.of(optimizer, rule_for(optimizer))
-    assert moved.again(optimizer)
+    moved = Moved.of([(optimizer, rule_for(optimizer))])
+    assert moved.again()
     p.data = p.data.t()
-    assert not moved.again(optimizer)
-    moved = Moved.of(optimizer, rule_for(optimizer))
+    assert not moved.again()
+    moved = Moved.of([(optimizer, rule_for(optimizer))])
     own = optimizer.state[p]["exp_avg"]
     own.data = own.data.t()
-    assert not moved.again(optimizer)
+    assert not moved.again()
 
 
 def test_weights_in_half_precision_are_never_kept():
@@ -336,6 +336,6 @@ def test_weights_in_half_precision_are_never_kept():
 
     for _ in range(3):
         p.grad = torch.randn_like(p)
-        moved = Moved.of(optimizer, rule_for(optimizer))
-        assert not moved.again(optimizer)
+        moved = Moved.of([(optimizer, rule_for(optimizer))])
+        assert not moved.again()
         optimizer.step()

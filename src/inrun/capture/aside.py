@@ -66,6 +66,8 @@ class Aside:
         self.provenance, self.memo, self.run_site, self.mode = provenance, memo, run_site, mode
         self.plans: dict[Any, Plan | None] = {}  # None: left to the mode
         self._changes: dict[Any, int] = {}
+        self._seen: set[Any] = set()  # signatures
+        self._off_for_good = False
         self.learning: Pass | None = None
         self.under_way = False  # is a pass learned or followed?
         self.plan: Plan | None = None  # that is followed by this pass
@@ -87,13 +89,14 @@ class Aside:
     def clear(self) -> None:
         self.plans.clear()
         self._changes.clear()
+        self._seen.clear()
 
     # The model's own call, from outside any other of its modules
 
     def entered(self, args: Any, kwargs: Any) -> None:
         """The model is called and its inputs have their origins."""
         self._end()
-        signature = self._signature(args, kwargs)
+        signature = None if self._off_for_good else self._signature(args, kwargs)
         if signature is None:
             return
         known = self.plans.get(signature)
@@ -109,9 +112,19 @@ class Aside:
             hook = known.start.register_forward_pre_hook(_Start(self))
             self._hooks.append(hook)
             return
+        if signature not in self._seen:  # whether something in it is compiled is not known yet
+            self._seen.add(signature)
+            self.under_way = False
+            return
         self.learning = Pass(signature)
-        add = torch.nn.modules.module.register_module_forward_pre_hook
-        self._hooks.append(add(_Called(self.learning)))
+        hook = _Called(self.learning)
+        self._hooks += [m.register_forward_pre_hook(hook) for m in self.provenance.modules]
+
+    def compiled(self) -> None:
+        """A compiled graph runs. It would see hooks on its modules: the passes of this capture are
+        left to the mode, which sees little of them anyway."""
+        self._off_for_good = True
+        self.spoil()
 
     def left(self, out: Any) -> None:
         """The model's call is over."""
@@ -149,7 +162,7 @@ class Aside:
         found += [m.training for m in provenance.modules]
         for path, x in _leaves(args, kwargs):
             if isinstance(x, Tensor):
-                mark = None if self.memo is None else self.memo.mark(x)
+                mark = None if self.memo is None or x.is_nested else self.memo.mark(x)
                 if mark is None:
                     return None
                 found += (path, mark)
@@ -381,7 +394,7 @@ class _Start(Hook):
         self.aside.start()
 
 
-class _Called:
+class _Called(Hook):
     """The hook of all modules while a pass is learned."""
 
     def __init__(self, learned: Pass) -> None:

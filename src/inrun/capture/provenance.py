@@ -122,7 +122,7 @@ class Provenance:
         self.anchored = False  # is it known which tensors are the batch?
         self.inside = False  # does a module of the user's run that has received the batch?
         self.shapes: list[tuple[int, ...]] = []  # of data without an entry for each example
-        self.origins: Origins[Origin] = Origins(self._parameters)
+        self.origins: Origins[Origin] = Origins(self._marked)
         self.drawn: TensorMap[bool] = TensorMap()  # constants made of random numbers
         self._by_memory: dict[Any, Origin] | None = None  # where something is recomputed
         self._own: set[int] | None = None  # ids of the model's own tensors
@@ -154,7 +154,7 @@ class Provenance:
         """The parameters to score, from the next batch on."""
         self.nodes = {id(p): Node.parameter(name, p) for name, p in params.items()}
         self.watched = frozenset(params)
-        self._parameters: Origins[Origin] = Origins()
+        self._marked: Origins[Origin] = Origins()
 
     # Reading
 
@@ -311,7 +311,7 @@ class Provenance:
         """The memo has given a mark to a tensor; that of a parameter holds in all batches."""
         self.origins.put(t, mark)
         if type(mark.origin) is Node:
-            self._parameters.put(t, mark)
+            self._marked.put(t, mark)
 
     def assume(self, t: Tensor, origin: Origin) -> None:
         """The origin of a tensor that none of the operations in the batch has made."""

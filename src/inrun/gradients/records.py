@@ -11,6 +11,7 @@ O outputs, V vocabulary, W the operand's own shape.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -22,6 +23,7 @@ from inrun.gradients.blocks import Blocks
 from inrun.tensors.derivative import jvp
 
 R = TypeVar("R", bound="Record")
+_FEW = 2**20  # numbers of all examples: so few are formed where an estimate would do
 
 
 @dataclass(eq=False)
@@ -202,6 +204,10 @@ class Pair(Record):
         place = blocks.take((left.shape[0], *self.shape), left)
         rows = left.mT @ right if place is None else torch.bmm(left.mT, right, out=place)
         return Dense(rows, own=True)
+
+    def energy(self) -> Tensor:
+        few = len(self.a) * math.prod(self.shape) <= _FEW
+        return real(self.rows()).square().sum() if few else super().energy()
 
     def groups(self, sizes: Sequence[int]) -> Tensor:
         return merged(self, sizes)

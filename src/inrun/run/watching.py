@@ -69,8 +69,9 @@ def watch(
         out: a folder for the ledger; None keeps it in memory. A folder that holds an earlier run
             is continued by ``load_state_dict`` and otherwise refused.
         overwrite: start again in such a folder; what it holds is forgotten at the first step.
-        estimator: "secant" (values add up), "tangent" (Theorem 4.2 of the paper), "sgd" (ignores
-            the optimizer), or a list of them; a point of its own after a plus: "secant+gauss2".
+        estimator: "secant" (values add up), "shapley" (the same, and right in the first steps,
+            where it costs more: docs/accuracy.md), "tangent" (Theorem 4.2 of the paper), "sgd"
+            (ignores the optimizer), or several; a point of its own after a plus: "secant+gauss2".
         point: where the validation gradient is taken: "midpoint", "current" or "gauss2" (two
             points, twice the cost); None is midpoint for secant and current for the others.
         training: "bitwise" leaves the training as it is without inrun, bit for bit; "fast" forms

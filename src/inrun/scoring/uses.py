@@ -17,6 +17,7 @@ from inrun.gradients.records import Pair, in_one_type, inner, wide
 from inrun.gradients.use import Use
 from inrun.scoring import contraction_kernel
 from inrun.tensors.autocast import no_autocast
+from inrun.torch_compat import foreach_copy_, foreach_mul
 
 MEMORY = 2**29  # bytes of results that wait for their sums
 _SMALL = 2**14  # numbers: so few are copied sooner than summed on their own
@@ -58,7 +59,7 @@ class Direction:
             if any(d.K is None for d in left):
                 made = [wide(x) if d.K is None else d.K * x for d, x in zip(left, v, strict=True)]
             else:
-                made = list(torch._foreach_mul([d.K for d in left if d.K is not None], v))
+                made = list(foreach_mul([d.K for d in left if d.K is not None], v))
             for d, x in zip(left, made, strict=True):
                 d._one = x
 
@@ -125,7 +126,7 @@ def _moving(
         if other:
             given = [own[n] for n in other]
             cast = kernels.alike(given, dtype)
-            torch._foreach_copy_(cast, given)
+            foreach_copy_(cast, given)
             own.update(zip(other, cast, strict=True))
     return found
 
@@ -161,6 +162,6 @@ def joined_row_dots(pairs: Sequence[tuple[Tensor, Tensor]], B: int) -> Tensor:
     sums = [(wide(y) * wide(d)).view(B, -1).sum(1) for y, d in pairs if y.numel() > _SMALL]
     small = [(wide(y), wide(d)) for y, d in pairs if y.numel() <= _SMALL]
     if small:
-        products = torch._foreach_mul([y for y, _ in small], [d for _, d in small])
+        products = foreach_mul([y for y, _ in small], [d for _, d in small])
         sums.append(torch.cat([x.view(B, -1) for x in products], dim=1).sum(1))
     return torch.stack(sums).sum(0, dtype=torch.float64)

@@ -130,6 +130,7 @@ class Graph:
         del self.capture, self.aside
 
     def call(self, *inputs: Any) -> Any:
+        self.capture.aside.compiled()
         if self.capture.live is None:
             return self.gm(*inputs)
         with DisableTorchFunction():
