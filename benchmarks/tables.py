@@ -243,8 +243,8 @@ def first_steps() -> str:
                 cells.append(f"{R:.3f}, {percent(error) if error < 10 else f'{error:.0f}×'}")
             lines.append(f"| {B} | `{name}` | {' | '.join(cells)} |")
     models, sampled = sorted({r["model"] for r in data["runs"]}), len(data["runs"])
-    lines += ["", f"Lowest correlation and largest relative error of {sampled} runs "
-              f"({', '.join(models)}; AdamW, lr {data['lr']:g}, float64, all coalitions)."]  # fmt: skip
+    of = f"{', '.join(models)}; AdamW, lr {data['lr']:g}, float64, all coalitions"
+    lines += ["", f"Lowest correlation and largest relative error of {sampled} runs ({of})."]
     return "\n".join([*lines, measured_with(data, [data["date"]])])
 
 

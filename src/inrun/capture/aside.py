@@ -19,7 +19,7 @@ What makes this right:
 * Custom autograd functions, writes into slices, recomputation and whatever depends on the content
   of a tensor (the memo does not answer such calls) are never part of a plan.
 * Numbers without a gradient leave no trace in the graph. What a model newly does with them is seen
-  when the mode looks again, which it does now and then.
+  when the mode looks again, now and then.
 
 A pass that differs from its plan is not disturbed. Its step is void, and the signature is left to
 the mode from then on.
@@ -107,22 +107,18 @@ class Aside:
         self._graph = Graph(known.entries if known is not None and trusted else None)
         if known is not None and trusted:
             known.passes += 1
-            self.plan, self._next = known, 0
-            self._signed = signature
-            hook = known.start.register_forward_pre_hook(_Start(self))
-            self._hooks.append(hook)
+            self.plan, self._next, self._signed = known, 0, signature
+            self._hooks.append(known.start.register_forward_pre_hook(_Start(self)))
             return
-        if signature not in self._seen:  # whether something in it is compiled is not known yet
+        if signature not in self._seen:  # something in it may be compiled: that is seen now
             self._seen.add(signature)
-            self.under_way = False
             return
         self.learning = Pass(signature)
-        hook = _Called(self.learning)
-        self._hooks += [m.register_forward_pre_hook(hook) for m in self.provenance.modules]
+        called = _Called(self.learning)
+        self._hooks += [m.register_forward_pre_hook(called) for m in self.provenance.modules]
 
     def compiled(self) -> None:
-        """A compiled graph runs. It would see hooks on its modules: the passes of this capture are
-        left to the mode, which sees little of them anyway."""
+        """A compiled graph runs, and would see hooks on its modules: leave all to the mode."""
         self._off_for_good = True
         self.spoil()
 
@@ -220,7 +216,7 @@ class Aside:
             self.learning.events.append((None, len(self.learning.steps)))
 
     def _drop(self) -> None:
-        """The pass is another than its plan, and the mode is on: go on with it."""
+        """The pass is another than its plan; the mode is on."""
         self.plans[self._signed] = self.plan = None
 
     def spoil(self) -> None:
