@@ -11,7 +11,6 @@ O outputs, V vocabulary, W the operand's own shape.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -23,7 +22,6 @@ from inrun.gradients.blocks import Blocks
 from inrun.tensors.derivative import jvp
 
 R = TypeVar("R", bound="Record")
-_FEW = 2**20  # numbers of all examples: so few are formed where an estimate would do
 
 
 @dataclass(eq=False)
@@ -206,8 +204,10 @@ class Pair(Record):
         return Dense(rows, own=True)
 
     def energy(self) -> Tensor:
-        few = len(self.a) * math.prod(self.shape) <= _FEW
-        return real(self.rows()).square().sum() if few else super().energy()
+        if self.a.shape[1] > 1:
+            return super().energy()
+        sizes = [real(x).flatten(1).square().sum(1) for x in (self.a, self.delta)]
+        return (sizes[0] * sizes[1]).sum()  # of one token: ‖δ ⊗ a‖ = ‖δ‖‖a‖
 
     def groups(self, sizes: Sequence[int]) -> Tensor:
         return merged(self, sizes)
