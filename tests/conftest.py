@@ -9,6 +9,8 @@ THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
 
 import pytest
 import torch
+from torch.overrides import _get_current_function_mode_stack as _modes
+from torch.overrides import _pop_mode
 
 pytest.register_assert_rewrite("helpers")  # failing asserts there say what was compared
 
@@ -20,3 +22,7 @@ def _settings():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+    left = _modes()
+    while _modes():
+        _pop_mode()
+    assert not left, f"this test left an open batch behind: {left} follows all later ones"

@@ -64,6 +64,7 @@ def test_a_step_before_the_end():
     square(model, X[:4]).backward()
     with pytest.raises(inrun.BatchError, match=r"after run.end\(\)"):
         optimizer.step()
+    run.close()  # ends the open batch
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -587,9 +587,6 @@ def test_a_step_that_raises_is_void_and_the_run_goes_on():
     assert void(run) == [1] and "did not finish" in run.steps()["void"][1]
 
 
-@pytest.mark.xfail(
-    strict=False, reason="passes alone; after other tests of a worker its steps are void"
-)
 def test_a_compiled_optimizer_step_gives_the_same_values():
     """``torch.compile`` of the optimizer's step: the same values as without."""
     found = []
