@@ -101,6 +101,16 @@ def expected(model, optimizers, rows, **options):
     return reference.values(model, optimizers, rows, loss, **options).numpy()
 
 
+def trained(name, kind, **options):
+    """A watched model of this name after two steps."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    optimizers = KINDS[kind](model)
+    run = watch(model, optimizers, **options)
+    train(model, optimizers, run, 2)
+    return model, optimizers, run
+
+
 def close(a, b, tolerance=1e-9):
     return np.abs(np.asarray(a) - b).max() <= tolerance * np.abs(b).max()
 
@@ -111,11 +121,7 @@ def close(a, b, tolerance=1e-9):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", ["two adamw", "sgd"])
 def test_values_of_a_joint_step_are_those_of_the_reference(name, kind):
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    optimizers = KINDS[kind](model)
-    run = watch(model, optimizers, estimator=["secant", "tangent", "sgd"])
-    train(model, optimizers, run, 2)
+    model, optimizers, run = trained(name, kind, estimator=["secant", "tangent", "sgd"])
     rows = rows_for(2)
     per_example = reference_rows(model, rows)
     truth = {
@@ -493,11 +499,7 @@ def test_optimizers_that_step_in_the_backward_pass_are_refused():
 @pytest.mark.parametrize("kind", ["two adamw", "sgd"])
 def test_apart_each_step_is_that_of_the_reference(name, kind):
     """The second optimizer's values are taken where the first one's step has led."""
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    optimizers = KINDS[kind](model)
-    run = watch(model, optimizers, step_together=False)
-    train(model, optimizers, run, 2)
+    model, optimizers, run = trained(name, kind, step_together=False)
     rows = rows_for(2)
     for o in optimizers:
         o.zero_grad()

@@ -71,14 +71,8 @@ def log(
     """
     if every < 1:
         raise ValueError(f"every={every} must be at least 1")
-    tally, sinks = run.tally, []
-    if tensorboard is not None:
-        writer, ours = _tensorboard(tensorboard)
-        sinks.append(lambda t: _to_tensorboard(writer, t, lowest, suspects))
-        tally.closers.append(writer.close if ours else writer.flush)
-    for sink in (_of_wandb(wandb), _of_mlflow(mlflow), _of_trackio(trackio)):
-        if sink is not None:
-            sinks.append(partial(sink, lowest=lowest, suspects=suspects))
+    tally = run.tally
+    sinks = _trackers(tally, tensorboard, wandb, mlflow, trackio, lowest, suspects)
     if sinks and (lowest or suspects) and tally.by_id is None:
         tally.by_id = {}
     if sinks and suspects and tally.harm_by_id is None:
@@ -95,6 +89,22 @@ def log(
 
     tally.listeners.append(listen)
     return run
+
+
+def _trackers(
+    tally: Tally, tensorboard: Any, wandb: Any, mlflow: Any, trackio: Any, lowest: int,
+    suspects: int,
+) -> list[Callable[[Tally], None]]:  # fmt: skip
+    """What writes a message to each experiment tracker that was named."""
+    sinks: list[Callable[[Tally], None]] = []
+    if tensorboard is not None:
+        writer, ours = _tensorboard(tensorboard)
+        sinks.append(lambda t: _to_tensorboard(writer, t, lowest, suspects))
+        tally.closers.append(writer.close if ours else writer.flush)
+    for sink in (_of_wandb(wandb), _of_mlflow(mlflow), _of_trackio(trackio)):
+        if sink is not None:
+            sinks.append(partial(sink, lowest=lowest, suspects=suspects))
+    return sinks
 
 
 class LinePrinter:
