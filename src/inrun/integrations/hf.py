@@ -118,6 +118,9 @@ class WatchedTrainer:
     def __repr__(self) -> str:
         return "<inrun: waits for trainer.train()>" if self.run is None else repr(self.run)
 
+    def _repr_html_(self) -> str | None:
+        return None if self.run is None else self.run._repr_html_()
+
     def detach(self) -> None:
         """Close the run and leave the trainer as it was; the tables stay readable."""
         self.stop()

@@ -10,6 +10,7 @@ import pandas as pd
 import pyarrow as pa
 
 from inrun.ledger.committed import tell_lost
+from inrun.ledger.display import run_html
 from inrun.ledger.entries import RunTables
 from inrun.ledger.ranks import RankedStore
 from inrun.ledger.tables import audit_summary
@@ -38,6 +39,9 @@ class SavedRun(RunTables):
         from inrun.console import safe  # names of somebody else's ledger
 
         return f"<inrun run {str(self.path)!r}: {safe(', '.join(self.estimators))}>"
+
+    def _repr_html_(self) -> str:
+        return run_html(f"{self.path}: {', '.join(self.estimators)}", self._ledger)
 
     @property
     def bytes(self) -> int:

@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 
 from inrun.run.stepping import Stepper
 
-_WATCHED: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+_WATCHED: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()  # and the run that watches it
+
+
+def open_runs() -> list[tuple[Any, list[Any]]]:
+    """The runs that are attached, each with the model and the optimizers that it watches."""
+    found: dict[int, tuple[Any, list[Any]]] = {}
+    for x, where in list(_WATCHED.items()):
+        if (run := where()) is not None:
+            found.setdefault(id(run), (run, []))[1].append(x)
+    return list(found.values())
 
 
 class Hooks:
@@ -20,8 +29,8 @@ class Hooks:
     Refuses a model or optimizer that another run watches."""
 
     def __init__(
-        self, model: nn.Module, steppers: Sequence[Stepper], before: Callable[..., Any],
-        after: Callable[..., Any],
+        self, run: Any, model: nn.Module, steppers: Sequence[Stepper],
+        before: Callable[..., Any], after: Callable[..., Any],
     ) -> None:  # fmt: skip
         self._watched = [model, *(o for stepper in steppers for o in stepper.members)]
         if any(x in _WATCHED for x in self._watched):
@@ -30,7 +39,7 @@ class Hooks:
                 "this model or optimizer is being watched already: close() the other run first; "
                 "several targets or estimators fit into one"
             )
-        _WATCHED.update(dict.fromkeys(self._watched))
+        _WATCHED.update(dict.fromkeys(self._watched, ref(run)))
         self._handles: list[Any] = []
         for stepper in steppers:
             first, last = _eager(partial(before, stepper)), _eager(partial(after, stepper))

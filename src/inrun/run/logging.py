@@ -6,32 +6,40 @@ trackio, with a table of suspects.
 
 from __future__ import annotations
 
-import html
 import importlib
 import sys
+import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
+from inrun.ledger.display import run_html
+from inrun.ledger.entries import Ledger
 from inrun.run.bookkeeping import Tally
 
 if TYPE_CHECKING:
     from inrun.run.run import Run
 
+FEW = 2_000_000  # rows of a ledger that are read when a notebook shows the run
+
 
 class Summary:
-    """Shows a run as one line: ``print(run)``, or ``run`` in a notebook cell."""
+    """Shows a run as one line: ``print(run)``; ``run`` in a notebook cell: with both ends of its
+    values."""
 
     tally: Tally  # running sums since the run began, or was resumed
+    _settled: Callable[[], Ledger]  # of RunTables
 
     def __repr__(self) -> str:
         return f"<inrun: {self.tally.line()}>"
 
     def _repr_html_(self) -> str:
-        return f"<code>inrun</code> {html.escape(self.tally.line())}"
+        few = 0 < self.tally.rows <= FEW  # scored by this process
+        return run_html(self.tally.line(), self._settled() if few else None)
 
     def log_to(self, **options: Any) -> Any:
         """``run.log_to(wandb=True)``: the same as ``inrun.log(run, wandb=True)``."""
@@ -43,6 +51,7 @@ def log(
     *,
     every: int = 50,
     line: bool | None = None,
+    total: int | None = None,
     tensorboard: Any = None,
     wandb: Any = None,
     mlflow: Any = None,
@@ -57,6 +66,8 @@ def log(
         every: steps between two messages.
         line: print one line, kept up to date in a terminal or notebook; by default if there is
             nothing else to log to.
+        total: steps of the whole training: the line then begins with the share that is done and
+            the time that is left.
         tensorboard: a folder, or your own ``SummaryWriter``.
         wandb: True for the current Weights & Biases run (or a new one), or your own run.
         mlflow: True for MLflow's active run (or a new one).
@@ -78,8 +89,8 @@ def log(
     if sinks and suspects and tally.harm_by_id is None:
         tally.harm_by_id = {}
     if line or (line is None and not sinks):
-        printer = LinePrinter(sys.stdout)
-        sinks.append(lambda t: printer.show(t.line()))
+        printer, progress = LinePrinter(sys.stdout), Progress(total)
+        sinks.append(lambda t: printer.show(progress.of(t) + t.line()))
         tally.closers.append(lambda: printer.end(tally.line()))
 
     def listen(t: Tally) -> None:
@@ -105,6 +116,28 @@ def _trackers(
         if sink is not None:
             sinks.append(partial(sink, lowest=lowest, suspects=suspects))
     return sinks
+
+
+class Progress:
+    """The share of ``total`` steps that is done, and the time left at the pace so far."""
+
+    def __init__(self, total: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total, self.clock = total, clock
+        self.began, self.last = (0.0, 0), -1  # when and after how many steps; the last one
+
+    def of(self, t: Tally) -> str:
+        done, now = t.last + 1, self.clock()
+        if self.last < 0 or done <= self.last:  # the first, or back at a checkpoint
+            self.began = now, done
+        self.last = done
+        if not self.total:
+            return ""
+        since, first = self.began
+        text = f"{min(done / self.total, 1):.0%}"
+        if first < done < self.total:
+            left = round((now - since) / (done - first) * (self.total - done))
+            text += f", {timedelta(seconds=left)} left"
+        return f"{text} · "
 
 
 class LinePrinter:

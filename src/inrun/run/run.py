@@ -103,7 +103,7 @@ class Run(BeginEnd, Summary, RunTables):
         self._entries = EntryQueue(ledger, self.tally, self._on_result)
         self._id_type: type | None = None
         self._check: Check | None = None
-        self._hooks = Hooks(model, self._steppers, self._on_step, self._after_step)
+        self._hooks = Hooks(self, model, self._steppers, self._on_step, self._after_step)
 
     # The training loop's side
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from inrun.gradients import Form
+from inrun.optimizers.joint import members_of
 from inrun.ranks.world import World
 from inrun.ranks.world import unwrapped as inner_model
 from inrun.run.bookkeeping import Config
@@ -22,6 +23,7 @@ from inrun.run.refusals import (
     check_optimizers,
     named_targets,
 )
+from inrun.run.replacing import replace_earlier
 from inrun.run.run import Run
 from inrun.run.wrapped import unwrapped
 from inrun.validation.validator import Loss, Validator
@@ -106,7 +108,8 @@ def watch(
             ``run.batch``; with ``DistributedDataParallel`` it is found (docs/distributed.md).
 
     Returns:
-        A :class:`Run`, also a context manager that closes itself.
+        A :class:`Run`, also a context manager that closes itself. In a notebook it replaces a run
+        that is still open on this model, this optimizer or this folder, and says so.
     """
     optimizer, scaler = unwrapped(optimizer, scaler)
     data = named_targets(validation, targets)
@@ -119,6 +122,7 @@ def watch(
     check_model(model)  # refuse before anything is made on disk
     watched = check_optimizers(optimizer, model, step_together, every)
     world, model = World.of(model, process_group), inner_model(model)
+    replace_earlier([model, *members_of(watched)], out, overwrite)
     scored_parameters(model, watched, patterns)
     validator = Validator(model, data, loss, per_step, chunk, seed, batch_dim, world)
     ledger = make_ledger(world, out, config, list(data), overwrite)
