@@ -1,0 +1,64 @@
+"""The notebooks run from the first cell to the last, at tiny size."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.notebooks import run_cells
+
+NOTEBOOKS = Path(__file__).parents[2] / "examples" / "notebooks"
+
+
+@pytest.fixture(autouse=True)
+def _session(monkeypatch, tmp_path):
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+
+
+def test_clean_images(capsys):
+    pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
+    plt = pytest.importorskip("matplotlib.pyplot", reason="the notebook shows images with it")
+    names, shown = run_cells(NOTEBOOKS / "clean_images.ipynb", {"EPOCHS = 15": "EPOCHS = 1"})
+    plt.close("all")
+    run = names["run"]
+    assert len(run.values()) == 1000 and run.steps()["void"].isna().all()
+    assert "helped most" in shown[5] and shown[6].startswith("<div")
+    said = capsys.readouterr().out
+    assert "62% · step 9 ·" in said and "suspects have a wrong label" in said
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("own_data", [False, True])
+def test_finetune_smollm2(monkeypatch, tmp_path, own_data, capsys):
+    pytest.importorskip("transformers", reason="needs the extra inrun[hf]")
+    pytest.importorskip("accelerate", reason="needs the extra inrun[hf]")
+    monkeypatch.setenv("SMOLLM2", str(tmp_path / "no such folder"))
+    if own_data:
+        rows = [{"prompt": f"What is {i}?", "answer": f"The number {i}, i.e. {i + 1} - 1."} for i in
+                range(40)]  # fmt: skip
+        (tmp_path / "my_data.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    smaller = {
+        "EPOCHS = 3": "EPOCHS = 1",
+        "for i in order]": "for i in order[:40]]",
+        '    "runs/smollm2",\n': '    "runs/smollm2", use_cpu=True, disable_tqdm=True,\n',
+    }
+    names, shown = run_cells(NOTEBOOKS / "finetune_smollm2.ipynb", smaller)
+    run = names["trainer"].inrun
+    assert sorted(run.values()["id"]) == list(range(32)) and run.steps()["void"].isna().all()
+    assert "helped most" in shown[4] and "<table" in shown[5]
+    assert (tmp_path / "runs/smollm2/inrun/report.html").is_file()
+    kept = (tmp_path / "keep.jsonl").read_text("utf-8").splitlines()
+    assert len(kept) == 29 and {*json.loads(kept[0])} == {"prompt", "answer"}
+    assert "29 of 32 rows kept; explained" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda p: p.stem)
+def test_what_is_committed_was_run(path):
+    cells = [c for c in json.loads(path.read_text("utf-8"))["cells"] if c["cell_type"] == "code"]
+    assert [c["execution_count"] for c in cells] == list(range(1, len(cells) + 1))
+    outputs = [o for c in cells for o in c["outputs"]]
+    assert outputs and not any(o["output_type"] == "error" for o in outputs)
+    assert path.stat().st_size < 100_000
