@@ -25,7 +25,7 @@ def test_clean_images(capsys):
     plt.close("all")
     run = names["run"]
     assert len(run.values()) == 1000 and run.steps()["void"].isna().all()
-    assert "helped most" in shown[5] and shown[6].startswith("<div")
+    assert "helped most" in shown[4] and shown[5].startswith("<div")
     said = capsys.readouterr().out
     assert "62% · step 9 ·" in said and "suspects have a wrong label" in said
 

@@ -216,6 +216,34 @@ def test_what_the_trainer_logs(tmp_path, capsys):
     assert "inrun_explained" in capsys.readouterr().out
 
 
+def test_the_progress_bar_shows_the_values_and_the_report_is_there_at_the_end(tmp_path, capsys):
+    each = trainer(disable_tqdm=False)
+    inrun.integrations.hf.watch(each, out=tmp_path)
+    there = []
+
+    class Last(tf.TrainerCallback):
+        def on_train_end(self, *args, **kwargs):  # after inrun's, which was added before
+            there.append((tmp_path / "report.html").is_file())
+
+    each.add_callback(Last())
+    [bar] = [c for c in each.callback_handler.callbacks if isinstance(c, tf.ProgressCallback)]
+    shown, own = [], bar.on_log
+
+    def on_log(*args, logs=None, **kwargs):
+        shown.append(logs)
+        return own(*args, logs=logs, **kwargs)
+
+    bar.on_log = on_log
+    each.train()
+    assert there == [True]
+    steps = each.inrun.steps()
+    assert [x["inrun_sum"] for x in shown if "loss" in x] == pytest.approx(
+        steps["sum"].cumsum().tolist()
+    )
+    assert "inrun_sum" in capsys.readouterr().out
+    assert each.inrun.values()["value"].sum() == pytest.approx(steps["sum"].sum())
+
+
 def test_several_evaluation_sets_are_targets():
     each = trainer()
     each.eval_dataset = {"first": HELD_OUT[:2], "second": HELD_OUT[2:]}

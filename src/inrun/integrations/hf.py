@@ -208,8 +208,10 @@ class WatchedTrainer:
     def end(self) -> None:
         """The training has ended: close the run and write its report."""
         self.stop()
-        if self._report and self._out is not None and self._trainer.is_world_process_zero():
-            write_report(self._out)
+        if self._report and self._out is not None:
+            self._trainer.accelerator.wait_for_everyone()  # every rank has written
+            if self._trainer.is_world_process_zero():
+                write_report(self._out)
 
 
 class _Callback(TrainerCallback):
