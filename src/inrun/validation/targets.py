@@ -103,7 +103,7 @@ def _loader(name: str, source: Any) -> Iterable[Any]:
             + ("" if split else "; put it into a list: [batch]")
         )
     rows = hasattr(source, "column_names")  # a Hugging Face dataset, whose items are rows
-    if rows and not hasattr(source, "__getitem__"):
+    if rows and not hasattr(source, "__len__"):
         raise ValidationError(
             f"target '{name}': a streamed dataset ({kind}) gives single rows; pass "
             "torch.utils.data.DataLoader(dataset, batch_size=...)"
