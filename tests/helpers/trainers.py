@@ -63,14 +63,14 @@ def arguments(kind, **options):
     return kind(**{**usual, **options})
 
 
-def by_hand(model, rows, held_out, steps, loss=None, first=1, **options):
-    """The trainer's training, written out: AdamW, linear schedule, clipping, mean over the tokens
-    of a step. ``steps``: the ids of each micro-batch of each step, [[[0, 3], [1, 2]], ...].
-    ``first``: the first position whose label counts."""
+def by_hand(model, rows, held_out, steps, loss=None, first=1, make=None, **options):
+    """The trainer's training, written out: AdamW (or ``make(groups)``), linear schedule, clipping,
+    mean over the tokens of a step. ``steps``: the ids of each micro-batch of each step,
+    [[[0, 3], [1, 2]], ...]. ``first``: the first position whose label counts."""
     decayed = [p for n, p in model.named_parameters() if p.requires_grad and "norm" not in n]
     others = [p for n, p in model.named_parameters() if p.requires_grad and "norm" in n]
     groups = [{"params": decayed}, {"params": others}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.0)
+    optimizer = (make or adamw)(groups)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 - s / len(steps))
     run = inrun.watch(model, optimizer, validation=[held_out], max_norm=0.5, **options)
     model.train()
@@ -86,6 +86,14 @@ def by_hand(model, rows, held_out, steps, loss=None, first=1, **options):
         optimizer.zero_grad()
     run.close()
     return run
+
+
+def adamw(groups):
+    return torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.0)
+
+
+def sgd(groups):
+    return torch.optim.SGD(groups, lr=0.1)
 
 
 def per_token(model, batch, tokens):

@@ -152,14 +152,18 @@ def test_sequence_to_sequence():
         each = tf.Seq2SeqTrainer(model=model(), args=args, train_dataset=ROWS,
                                  eval_dataset=HELD_OUT, data_collator=padded)  # fmt: skip
         if watch:
-            inrun.integrations.hf.watch(each)
+            inrun.integrations.hf.watch(each, validation=[padded(HELD_OUT)], loss=Loss())
         each.train()
         made.append(each)
     # one unit in the last place: this trainer, unwatched, differs from itself by as much
     for a, b in zip(made[0].model.parameters(), made[1].model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-15)
-    assert made[1].inrun.steps()["void"].isna().all()
-    assert made[1].inrun.steps()["explained"].iloc[0] == pytest.approx(1, abs=0.05)
+    run = made[1].inrun
+    assert run.steps()["void"].isna().all()
+    assert run.steps()["explained"].iloc[0] == pytest.approx(1, abs=0.05)
+    steps = micro_batches(run)
+    twin = by_hand(model(), ROWS, padded(HELD_OUT), steps, lambda m, batch, n: m(**batch).loss)
+    close(run, twin)
 
 
 def test_resumed_from_a_checkpoint(tmp_path):

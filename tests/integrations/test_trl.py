@@ -1,11 +1,23 @@
 """TRL's trainers, with the losses they have by default: the training and its logs as without inrun,
 values for each document and each pair."""
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 import inrun
-from helpers.trainers import arguments, documents, llama, same_weights, with_lora
+from helpers.trainers import (
+    adamw,
+    arguments,
+    by_hand,
+    documents,
+    llama,
+    padded,
+    same_weights,
+    sgd,
+    with_lora,
+)
 
 pytest.importorskip("transformers", reason="needs the extra inrun[hf]")
 datasets = pytest.importorskip("datasets", reason="needs the extra inrun[trl]")
@@ -86,6 +98,46 @@ def test_supervised(tokenizer, options):
     assert sorted(run.values()["id"]) == list(range(14))
 
 
+def by_step(run):
+    return run.history().groupby(["step", "id"])["value"].sum()
+
+
+def in_steps(run):
+    """The ids of each micro-batch of 4 of each step, in the order in which they came."""
+    rows = run.history().groupby("step", sort=True)["id"].apply(list).tolist()
+    return [[ids[k : k + 4] for k in range(0, len(ids), 4)] for ids in rows]
+
+
+def same_values(found, wanted, rel):
+    a, b = by_step(found), by_step(wanted)
+    assert a.index.equals(b.index)
+    np.testing.assert_allclose(a, b, rtol=rel, atol=rel * b.abs().max())
+
+
+@pytest.mark.parametrize("own_loss", [True, False])
+def test_supervised_is_the_loop_written_out(tokenizer, own_loss):
+    """A linear schedule, clipping, accumulation, the mean over the tokens of a step. With TRL's own
+    loss: AdamW, to 1e-9. With the model's: SGD, to 1e-6, since TRL's is computed in float32."""
+    held_out, how = [padded(ROWS[:5])], {} if own_loss else {"optim": "sgd", "learning_rate": 0.1}
+    trainer = sft(tokenizer, gradient_accumulation_steps=2, max_grad_norm=0.5, **how)
+    inrun.integrations.hf.watch(trainer, validation=held_out, loss=lambda m, b: m(**b).loss)
+    trainer.train()
+    run, other = trainer.inrun, sft(tokenizer, gradient_accumulation_steps=2)
+
+    def loss(model, batch, tokens):
+        return other.compute_loss(model, batch, num_items_in_batch=tokens)
+
+    model = other.model if own_loss else llama()
+    twin = by_hand(
+        model, ROWS, held_out[0], in_steps(run), loss if own_loss else None,
+        int(getattr(trainer, "_loss_shifts_labels", False)), adamw if own_loss else sgd,
+    )  # fmt: skip
+    close = 1e-9 if own_loss else 1e-6
+    same_values(run, twin, close)
+    for a, b in zip(model.parameters(), trainer.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=close, atol=1e-12 if own_loss else 1e-8)
+
+
 def test_only_completions_count(tokenizer):
     rows = [{**r, "labels": [-100, -100, *r["labels"][2:]]} for r in ROWS]
     run = pair(sft, tokenizer, rows=rows)
@@ -115,6 +167,57 @@ def test_preferences(tokenizer, options):
     torch.set_default_dtype(torch.float32)
     run = pair(dpo, tokenizer, **options)
     assert sorted(run.values()["id"]) == list(range(8))
+
+
+def preference_loss(model, reference, pairs):
+    """DPO (Rafailov et al., equation 7) with β = 0.1, each answer in a row of its own."""
+
+    def log_prob(net, row, key):
+        tokens = torch.tensor([row["prompt_ids"] + row[key]])
+        logits = net(input_ids=tokens).logits[:, :-1].log_softmax(-1)
+        each = logits.gather(2, tokens[:, 1:, None])[0, :, 0]
+        return each[len(row["prompt_ids"]) - 1 :].sum()
+
+    ratios = []
+    for row in pairs:
+        with torch.no_grad():
+            was = log_prob(reference, row, "chosen_ids") - log_prob(reference, row, "rejected_ids")
+        now = log_prob(model, row, "chosen_ids") - log_prob(model, row, "rejected_ids")
+        ratios.append(now - was)
+    return -torch.nn.functional.logsigmoid(0.1 * torch.stack(ratios)).mean()
+
+
+def test_preferences_are_the_loss_written_out(tokenizer):
+    """The values against one step of SGD, differentiated: ⟨∇ℓ at the midpoint, η g_i⟩, pair by
+    pair, and the weights after it."""
+    options = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "lr_scheduler_type":
+               "constant", "per_device_train_batch_size": 8}  # fmt: skip
+    trainer = dpo(tokenizer, **options)
+    inrun.integrations.hf.watch(trainer)
+    trainer.train()
+    rows, held = list(trainer.train_dataset), list(trainer.eval_dataset)
+    model, reference = llama(), llama()
+    params = list(model.parameters())
+    grads = {
+        row["inrun_id"]: torch.autograd.grad(preference_loss(model, reference, [row]) / 8, params)
+        for row in rows
+    }
+    with torch.no_grad():
+        moves = [0.1 * torch.stack(g).sum(0) for g in zip(*grads.values(), strict=True)]
+        for p, move in zip(params, moves, strict=True):
+            p -= move / 2
+    at_midpoint = torch.autograd.grad(preference_loss(model, reference, held), params)
+    with torch.no_grad():
+        for p, move, after in zip(params, moves, trainer.model.parameters(), strict=True):
+            torch.testing.assert_close(p - move / 2, after, rtol=1e-6, atol=1e-8)
+    want = pd.Series(
+        {
+            i: 0.1 * sum((u * g).sum().item() for u, g in zip(at_midpoint, gs, strict=True))
+            for i, gs in grads.items()
+        }
+    )
+    got = trainer.inrun.values().set_index("id")["value"]
+    np.testing.assert_allclose(got, want[got.index], rtol=1e-6, atol=1e-6 * want.abs().max())
 
 
 def test_text_that_was_not_prepared_is_refused(tokenizer):
