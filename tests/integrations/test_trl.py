@@ -169,6 +169,37 @@ def test_preferences(tokenizer, options):
     assert sorted(run.values()["id"]) == list(range(8))
 
 
+def test_packed_documents_have_the_ids_of_their_rows(tokenizer):
+    words = [" ".join(f"w{t}" for t in row["input_ids"]) for row in ROWS]
+    texts = [{"text": text} for text in [*words, words[3]]]  # the last is a copy
+    data = inrun.with_ids(datasets.Dataset.from_list(texts), ids=[f"doc {i}" for i in range(15)])
+    options = {"packing": True, "eval_packing": False, "max_length": 24, "bf16": False,
+               "gradient_checkpointing": False, "optim": "sgd", "learning_rate": 0.1}  # fmt: skip
+
+    def values(documents, **more):
+        trainer = trl.SFTTrainer(
+            model=llama(), args=arguments(trl.SFTConfig, **options | more), train_dataset=data,
+            eval_dataset=data.select(range(3)), processing_class=tokenizer,
+        )  # fmt: skip
+        inrun.integrations.hf.watch(trainer, documents=documents)
+        assert trainer.args.max_length == (options | more)["max_length"]
+        trainer.train()
+        return trainer.inrun.values().set_index("id")["value"]
+
+    named, hashed = values(data), values(None)
+    assert sorted(named.index) == sorted(f"doc {i}" for i in range(14))  # a copy is its original
+    for i, row in enumerate(ROWS):
+        assert named[f"doc {i}"] == hashed[inrun.row_id([*row["input_ids"], 1])]  # with <eos>
+    split = values(data, packing_strategy="bfd_split", max_length=6)
+    assert sorted(split.index) == sorted(named.index)  # the pieces of a document add up
+    pieces = values(None, packing_strategy="bfd_split", max_length=6)
+    assert len(pieces) > 14 and split.sum() == pytest.approx(pieces.sum(), rel=1e-9)
+    with pytest.raises(inrun.BatchError, match="none of documents="):
+        values(data.select(range(5)))
+    with pytest.raises(ValueError, match="where nothing is packed"):
+        values(data, packing=False)
+
+
 def preference_loss(model, reference, pairs):
     """DPO (Rafailov et al., equation 7) with β = 0.1, each answer in a row of its own."""
 

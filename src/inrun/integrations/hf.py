@@ -28,6 +28,7 @@ import torch
 
 import inrun
 from inrun.integrations.outcome import numbers, write_report
+from inrun.integrations.packed import DocumentIds
 from inrun.integrations.trainer_data import train_loader, validation_data, validation_loss
 
 try:
@@ -49,6 +50,7 @@ def watch(
     loss: Callable[..., torch.Tensor] | None = None,
     out: str | os.PathLike[str] | None = None,
     report: bool = True,
+    documents: Any = None,
     **options: Any,
 ) -> WatchedTrainer:
     """Watch the training of a trainer. Call it once, before ``trainer.train()``.
@@ -63,6 +65,9 @@ def watch(
         loss: ``loss(model, batch)``; by default the loss that the trainer evaluates by.
         out: a folder for the ledger and the report; None keeps the values in memory.
         report: write ``report.html`` into this folder when the training ends.
+        documents: with TRL's ``packing=True``: the dataset that the trainer was given, perhaps
+            ``inrun.with_ids`` of it. Packed documents then have the ids of its rows; without it
+            they are named by ``inrun.row_id`` of their tokens.
         options: everything else that :func:`inrun.watch` takes.
 
     Returns:
@@ -76,8 +81,9 @@ def watch(
         )
     if isinstance(before := getattr(trainer, "inrun", None), WatchedTrainer):
         before.detach()
+    named = None if documents is None else DocumentIds(trainer, documents)
     trainer.inrun = watched = WatchedTrainer(
-        trainer, validation, targets, loss, out, report, options
+        trainer, validation, targets, loss, out, report, named, options
     )
     return watched
 
@@ -93,6 +99,7 @@ class WatchedTrainer:
         loss: Callable[..., torch.Tensor] | None,
         out: str | os.PathLike[str] | None,
         report: bool,
+        documents: DocumentIds | None,
         options: dict[str, Any],
     ) -> None:
         self.run: inrun.Run | None = None
@@ -100,7 +107,7 @@ class WatchedTrainer:
         self._trainer, self._out, self._report = trainer, out, report
         self._data = validation_data(trainer, validation, targets)  # refuse before training
         self._loss = loss or validation_loss(trainer)
-        self._options, self._resumed = options, None
+        self._options, self._resumed, self._documents = options, None, documents
         self._own: dict[str, Any] = {}  # the trainer's methods, under those that replace them
         self._callback = _Callback(self)
         trainer.add_callback(self._callback)
@@ -149,6 +156,8 @@ class WatchedTrainer:
     ) -> Any:
         assert self.run is not None
         names, inputs = inrun.take_ids(inputs)
+        if self._documents is not None:
+            names["ids"] = self._documents.of(names["ids"])
         with self.run.batch(**names):
             return own(model, inputs, *args, **kwargs)
 
