@@ -24,9 +24,9 @@ class DocumentIds:
         strategy = getattr(args, "packing_strategy", None)
         if not getattr(args, "packing", False) or strategy not in ("bfd", "bfd_split"):
             raise ValueError(
-                "documents= is for TRL's SFTTrainer with packing=True and packing_strategy='bfd' or "
-                "'bfd_split'. Leave it out: where nothing is packed the ids of inrun.with_ids are "
-                "kept, and rows packed as 'wrapped' have no documents"
+                "documents= is for TRL's SFTTrainer with packing=True and packing_strategy='bfd' "
+                "or 'bfd_split'. Leave it out: where nothing is packed the ids of inrun.with_ids "
+                "are kept, and rows packed as 'wrapped' have no documents"
             )
         L = args.max_length
         self._ids: dict[int, Any] = {}
