@@ -12,7 +12,7 @@ NOTEBOOKS = Path(__file__).parents[2] / "examples" / "notebooks"
 
 
 @pytest.fixture(autouse=True)
-def _session(monkeypatch, tmp_path):
+def _surroundings(monkeypatch, tmp_path):
     torch.set_default_dtype(torch.float32)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")

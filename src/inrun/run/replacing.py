@@ -16,7 +16,7 @@ from inrun.run.attaching import open_runs
 
 
 def in_notebook() -> bool:
-    """Is this an IPython session: a notebook, Colab, or its prompt?"""
+    """Does this run in IPython: a notebook, Colab, or its command line?"""
     ipython = sys.modules.get("IPython")
     return ipython is not None and ipython.get_ipython() is not None
 
