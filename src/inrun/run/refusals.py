@@ -16,10 +16,11 @@ from inrun.optimizers import rule_for
 from inrun.optimizers.joint import Joint, Optimizers
 from inrun.ranks.torch_compat import has_mixed_precision
 from inrun.ranks.world import unwrapped
+from inrun.run.sharding import check_shards
 from inrun.scoring.estimators import Estimator
 
 WAYS_OUT = (
-    "inrun watches one process, and several with DistributedDataParallel "
+    "inrun watches one process, and several with DistributedDataParallel or fully_shard "
     "(docs/distributed.md): train the model with one of these"
 )
 
@@ -38,12 +39,7 @@ def check_model(model: Any) -> None:
             why = _unlike_the_whole(module, around=module.module is whole)
         if why:
             raise TypeError(f"its part '{name}': {why}" if name else why)
-    for name, p in model.named_parameters():
-        if type(p).__name__ == "DTensor" or type(p.data).__name__ == "DTensor":
-            raise TypeError(
-                f"parameter {name} is a DTensor, spread over processes (fully_shard, FSDP2, or "
-                f"tensor parallelism): each process sees a part of it only. {WAYS_OUT}"
-            )
+    check_shards(model)
 
 
 def _unlike_the_whole(ddp: nn.parallel.DistributedDataParallel, around: bool) -> str | None:
@@ -87,7 +83,8 @@ def _in_parts(module: nn.Module) -> str | None:
     if "torch.FullyShardedDataParallel" in names:
         return (
             "FullyShardedDataParallel flattens the parameters and spreads them over processes: "
-            f"each process sees a part of them only. {WAYS_OUT}"
+            "no parameter is left to be named. Use fully_shard (FSDP2) instead "
+            "(docs/distributed.md)"
         )
     return None
 
@@ -156,7 +153,7 @@ def _check_optimizer(optimizer: Any) -> None:
             "ZeroRedundancyOptimizer steps a part of the parameters on each rank and sends the "
             "rest of the weights around inside step(): no rank has the state of all of them. Use "
             f"the optimizer that it wraps ({getattr(optimizer, '_optim_constructor', 'AdamW')!r}) "
-            "with DistributedDataParallel"
+            "with DistributedDataParallel, or fully_shard, which spreads the state as well"
         )
     if isinstance(inner, Optimizer):
         try:

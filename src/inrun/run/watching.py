@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from inrun.gradients import Form
+from inrun.optimizers.joint import members_of
 from inrun.ranks.world import World
 from inrun.ranks.world import unwrapped as inner_model
 from inrun.run.bookkeeping import Config
@@ -23,6 +24,7 @@ from inrun.run.refusals import (
     named_targets,
 )
 from inrun.run.run import Run
+from inrun.run.sharding import check_sharded_step
 from inrun.run.wrapped import unwrapped
 from inrun.validation.validator import Loss, Validator
 
@@ -118,6 +120,7 @@ def watch(
     )  # fmt: skip
     check_model(model)  # refuse before anything is made on disk
     watched = check_optimizers(optimizer, model, step_together, every)
+    check_sharded_step(model, members_of(watched), step_together, scaler)
     world, model = World.of(model, process_group), inner_model(model)
     scored_parameters(model, watched, patterns)
     validator = Validator(model, data, loss, per_step, chunk, seed, batch_dim, world)

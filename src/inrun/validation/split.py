@@ -7,6 +7,9 @@ this: its loss need not be a mean over rows.
 
 Splitting saves passes and costs one sum of all parameters' gradients. Both are measured on rank 0
 in the second pass, and rank 0 decides, once.
+
+Where FSDP spreads the parameters, every rank takes part in every pass and gradients are summed over
+ranks in any case: the parts are always shared out (``shared_out``).
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ class Split:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.chosen: bool | None = False if world.alone else None
+        always = world.alone or world.shards is not None
+        self.chosen: bool | None = False if always else None
         self._passes = 0
 
     @property
@@ -64,6 +68,14 @@ class Split:
             self.chosen = self.world.agree(saved > _now() - start)
         self._passes += 1
         return loss, grads
+
+
+def shared_out(world: World, parts: Sequence[tuple[float, T]]) -> list[tuple[float, T]]:
+    """The parts of this rank, with their weights; as many on each: where there is none left, the
+    first one with weight 0."""
+    rounds = -(-len(parts) // world.size)
+    own = list(parts[world.rank :: world.size])
+    return own + [(0.0, parts[0][1])] * (rounds - len(own))
 
 
 def _now() -> float:

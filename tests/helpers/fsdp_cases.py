@@ -1,0 +1,60 @@
+"""Trainings with ``fully_shard``, as those of ddp_cases.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+from helpers.ddp_cases import (
+    MICROS,
+    Case,
+    ConvNet,
+    LoRA,
+    clip_norm,
+    clip_value,
+    gpt,
+    sgd,
+)
+
+
+def sharded(**options):
+    """Shards blocks, if there are any, and the rest."""
+
+    def apply(model):
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in getattr(model, "blocks", ()):
+            fully_shard(block, mesh=mesh, **options)
+        fully_shard(model, mesh=mesh, **options)
+
+    return apply
+
+
+def hybrid(model):
+    """Two replicas of two shards."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)
+FSDP_CASES = {
+    "fsdp, gpt": Case(shard=sharded(), targets=2, watch={"estimator": ["secant", "sgd"]}),
+    "fsdp, convnet, SGD": Case(ConvNet, sgd, shard=sharded()),
+    "fsdp, LoRA": Case(LoRA, shard=sharded(reshard_after_forward=False)),
+    "fsdp, accumulation": Case(micros=MICROS, shard=sharded(reshard_after_forward=False)),
+    "fsdp, accumulation, no sync": Case(micros=MICROS, no_sync=True, shard=sharded()),
+    "fsdp, clipped by norm": Case(clip=clip_norm, shard=sharded(), watch={"max_norm": 0.5}),
+    "fsdp, clipped by value": Case(optimizer=sgd, clip=clip_value, shard=sharded()),
+    "fsdp, bf16": Case(optimizer=sgd, shard=sharded(mp_policy=BF16), close=0.1),
+    "fsdp, offloaded": Case(shard=sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))),
+    "fsdp, several validation batches": Case(shard=sharded(), watch={"per_step": 3}),
+    "fsdp, a rank without examples": Case(sizes=(3, 0, 2, 4), shard=sharded()),
+    "fsdp, tokens": Case(tokens=True, shard=sharded()),
+}
+FSDP_FOUR = {
+    "fsdp, hybrid": Case(gpt, clip=clip_norm, watch={"max_norm": 0.5}, shard=hybrid),
+    "fsdp, four": Case(sizes=(4, 1, 3, 2), shard=sharded()),
+}
