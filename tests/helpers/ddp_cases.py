@@ -108,6 +108,7 @@ class Case:
     inner: bool = False  # watch the module inside
     by_hand: bool = False  # average without the wrapper
     shard: Any = None  # applies fully_shard to the model
+    evaluate: bool = False  # run the model without gradients after each step
     split: bool | None = None  # the parts of the validation pass
     targets: int = 1
     watch: dict = field(default_factory=dict)
@@ -232,6 +233,9 @@ def train(case, world, rank, watched=True, out=None):
             case.clip(model)
         optimizer.step()
         optimizer.zero_grad()
+        if case.evaluate:
+            with torch.no_grad():
+                mean_loss(net, x[:2])
     if run is not None:
         run.close()
     kept = [*model.parameters(), *(t for s in optimizer.state.values() for t in s.values()

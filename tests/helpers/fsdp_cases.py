@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
 from helpers.ddp_cases import (
+    LENGTH,
     MICROS,
+    WORDS,
     Case,
     ConvNet,
     LoRA,
@@ -17,6 +23,33 @@ from helpers.ddp_cases import (
     gpt,
     sgd,
 )
+
+
+class Odd(nn.Module):
+    """Operations of which the weights are needed again: replayed ones, tensors made of parameters;
+    a checkpointed block, parameters smaller than the number of ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scale = nn.Linear(LENGTH, 6), nn.Parameter(torch.randn(6))
+        self.slope = nn.PReLU()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.last = weight_norm(nn.Linear(6, WORDS))
+
+    def forward(self, ids):
+        x = ids.to(self.scale.dtype) / WORDS
+        x = self.slope(F.linear(x, self.first.weight * self.scale[:, None], self.first.bias))
+        x = checkpoint(self.blocks[0], x, use_reentrant=False)
+        return self.last(self.blocks[1](x))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.product, self.norm = nn.Bilinear(6, 6, 6), nn.LayerNorm(6)
+
+    def forward(self, x):
+        return x + self.norm(self.product(x, x))
 
 
 def sharded(**options):
@@ -52,6 +85,7 @@ FSDP_CASES = {
     "fsdp, offloaded": Case(shard=sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))),
     "fsdp, several validation batches": Case(shard=sharded(), watch={"per_step": 3}),
     "fsdp, a rank without examples": Case(sizes=(3, 0, 2, 4), shard=sharded()),
+    "fsdp, odd operations": Case(Odd, shard=sharded(), evaluate=True),
     "fsdp, tokens": Case(tokens=True, shard=sharded()),
 }
 FSDP_FOUR = {

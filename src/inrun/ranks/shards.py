@@ -13,8 +13,8 @@ Every rank calls the same functions in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -102,6 +102,11 @@ class Group:
         """FSDP's object for each parameter."""
         return list(self.raw.fsdp_params)
 
+    def around(self, other: Group) -> bool:
+        """Is a module of the other group inside one of this?"""
+        inside = {id(m) for own in self.raw.modules for m in own.modules() if m is not own}
+        return any(id(m) in inside for m in other.raw.modules)
+
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Context in which the parameters are whole."""
@@ -122,7 +127,11 @@ class Shards:
 
     def __init__(self, model: nn.Module, states: Sequence[Any]) -> None:
         self._model, self._states = model, list(states)
-        self.groups = [Group(raw) for state in states for raw in sharded_groups(state)]
+        groups = [Group(raw) for state in states for raw in sharded_groups(state)]
+        inner = {id(g): [h for h in groups if g.around(h)] for g in groups}
+        self.outer = [g for g in groups if inner[id(g)]]  # groups of modules that contain others
+        self.inner = [g for g in groups if not inner[id(g)]]
+        self.groups = self.outer + self.inner
         self._own: dict[int, Shard] = {}  # by the id of the parameter
         self._names: dict[int, tuple[Any, str]] = {}  # of parameters, sharded and gathered, by id
 
@@ -283,6 +292,19 @@ class Shards:
                 p.grad = g
 
     # From shards to whole tensors
+
+    def in_turn(self, names: Collection[str]) -> Iterator[dict[str, Any]]:
+        """FSDP's objects for these parameters by name, a group at a time, while all parameters are
+        whole that an operation of theirs may have used: their own, and those of the modules around
+        them. That is what FSDP itself holds in a forward pass."""
+        with ExitStack() as stack:
+            for group in self.outer:
+                stack.enter_context(group.gathered())
+            for group in self.groups:
+                raws = {k: raw for k, raw in self.named(group).items() if k in names}
+                if raws:
+                    with nullcontext() if group in self.outer else group.gathered():
+                        yield raws
 
     def joined(self, raws: Mapping[str, Any], x: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors [Q, *shard] of all ranks as tensors [Q, *whole], for parameters of one group. One

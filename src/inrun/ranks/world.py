@@ -155,11 +155,7 @@ class World:
         if self.shards is None:
             yield names
             return
-        for group in self.shards.groups:
-            some = [k for k in self.shards.named(group) if k in names]
-            if some:
-                with group.gathered():
-                    yield some
+        yield from self.shards.in_turn(names)
 
     def largest(self, x: Tensor) -> Tensor:
         """The same for a maximum."""

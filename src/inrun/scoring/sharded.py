@@ -3,7 +3,8 @@
 Directions are computed on shards; records hold gradients of whole parameters. So one group of
 parameters at a time, as FSDP gathers them: its directions are gathered and contracted with the
 records of this rank's examples. Meanwhile its weights are gathered too, since some records run the
-operation again. Both are freed before the next group: no rank ever holds the whole model.
+operation again. Both are freed before the next group: no rank ever holds more of the model than in
+a forward pass.
 """
 
 from __future__ import annotations
@@ -34,14 +35,10 @@ def contraction(world: World) -> Callable[..., Products]:
         expected = expected.to(next(iter(G.values())).device)
         add_gradient(expected, {k: d for k, d in u.items() if G[k].numel()}, G)
         values = expected.new_zeros(len(expected), sum(m.columns for m in micros))
-        for group in shards.groups:
-            raws = {k: raw for k, raw in shards.named(group).items() if k in u}
-            if raws:
-                whole = shards.joined(raws, {k: u[k].full for k in raws})
-                with group.gathered():
-                    found, _ = contract({k: Direction(x) for k, x in whole.items()}, G, micros,
-                                        sums=False)  # fmt: skip
-                values += found.to(values.device)
+        for raws in shards.in_turn(u):
+            whole = shards.joined(raws, {k: u[k].full for k in raws})
+            found, _ = contract({k: Direction(x) for k, x in whole.items()}, G, micros, sums=False)
+            values += found.to(values.device)
         return values, world.of_whole(expected)
 
     return by_group
@@ -62,6 +59,6 @@ def refuse_scattered(world: World, micros: Sequence[MicroBatch]) -> None:
 
 
 def _scattered(shards: Shards, micros: Sequence[MicroBatch]) -> set[str]:
-    group_of = {k: i for i, group in enumerate(shards.groups) for k in shards.named(group)}
+    group_of = {k: i for i, group in enumerate(shards.inner) for k in shards.named(group)}
     nodes = (node for m in micros for node in m.met_nodes)
-    return {n.name for n in nodes if len({group_of[k] for k in n.roots}) > 1}
+    return {n.name for n in nodes if len({group_of[k] for k in n.roots if k in group_of}) > 1}
