@@ -73,20 +73,22 @@ def hybrid(model):
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)
+OFFLOADED = CPUOffloadPolicy(pin_memory=False)
 FSDP_CASES = {
     "fsdp, gpt": Case(shard=sharded(), targets=2, watch={"estimator": ["secant", "sgd"]}),
     "fsdp, convnet, SGD": Case(ConvNet, sgd, shard=sharded()),
     "fsdp, LoRA": Case(LoRA, shard=sharded(reshard_after_forward=False)),
-    "fsdp, accumulation": Case(micros=MICROS, shard=sharded(reshard_after_forward=False)),
-    "fsdp, accumulation, no sync": Case(micros=MICROS, no_sync=True, shard=sharded()),
+    "fsdp, accumulation, offloaded": Case(
+        micros=MICROS, shard=sharded(reshard_after_forward=False, offload_policy=OFFLOADED)
+    ),
+    "fsdp, accumulation, no sync, tokens, several validation batches": Case(
+        micros=MICROS, no_sync=True, tokens=True, shard=sharded(), watch={"per_step": 3}
+    ),
     "fsdp, clipped by norm": Case(clip=clip_norm, shard=sharded(), watch={"max_norm": 0.5}),
-    "fsdp, clipped by value": Case(optimizer=sgd, clip=clip_value, shard=sharded()),
+    "fsdp, clipped by value": Case(ConvNet, sgd, clip=clip_value, shard=sharded()),
     "fsdp, bf16": Case(optimizer=sgd, shard=sharded(mp_policy=BF16), close=0.1),
-    "fsdp, offloaded": Case(shard=sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))),
-    "fsdp, several validation batches": Case(shard=sharded(), watch={"per_step": 3}),
-    "fsdp, a rank without examples": Case(sizes=(3, 0, 2, 4), shard=sharded()),
+    "fsdp, a rank without examples": Case(LoRA, sizes=(3, 0, 2, 4), shard=sharded()),
     "fsdp, odd operations": Case(Odd, shard=sharded(), evaluate=True),
-    "fsdp, tokens": Case(tokens=True, shard=sharded()),
 }
 FSDP_FOUR = {
     "fsdp, hybrid": Case(gpt, clip=clip_norm, watch={"max_norm": 0.5}, shard=hybrid),

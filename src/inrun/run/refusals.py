@@ -30,6 +30,11 @@ def check_model(model: Any) -> None:
     a part of them. DistributedDataParallel is fine, around the whole model."""
     if isinstance(model, Optimizer):
         raise TypeError("watch got the optimizer first: call watch(model, optimizer, ...)")
+    if any(c.__module__.startswith("torch.distributed.pipelining") for c in type(model).__mro__):
+        raise TypeError(
+            f"{type(model).__name__} is pipeline parallelism: each process has some of the layers "
+            f"and none has the validation loss of the whole model. {WAYS_OUT}"
+        )
     if not isinstance(model, nn.Module):
         raise TypeError(f"watch needs the model as a torch.nn.Module, not a {type(model).__name__}")
     whole = unwrapped(model)
@@ -80,6 +85,12 @@ def _in_parts(module: nn.Module) -> str | None:
             "threads, each with a part of the batch: their operations cannot be seen. Train on "
             "one device, on the model itself (model.module)"
         )
+    if isinstance(module, nn.SyncBatchNorm) and module.training and _several(module.process_group):
+        return (
+            "SyncBatchNorm takes its statistics over the examples of all ranks, in an autograd "
+            "function of its own that the capture does not see. Use GroupNorm, or BatchNorm, whose "
+            "statistics are those of each rank's examples; or put it into eval() mode"
+        )
     if "torch.FullyShardedDataParallel" in names:
         return (
             "FullyShardedDataParallel flattens the parameters and spreads them over processes: "
@@ -87,6 +98,12 @@ def _in_parts(module: nn.Module) -> str | None:
             "(docs/distributed.md)"
         )
     return None
+
+
+def _several(group: Any) -> bool:
+    """Has this process group (None: the default one) more than one process?"""
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 def check_optimizers(optimizer: Any, model: nn.Module, together: bool, every: int) -> Optimizers:
