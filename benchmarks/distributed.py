@@ -3,9 +3,9 @@
     python benchmarks/distributed.py        # benchmarks/results/distributed-cpu.json
 
 A small GPT under DistributedDataParallel and under fully_shard (gloo, one thread per process),
-plain and watched, on 2 and 4 processes. Bytes are counted, DDP's by a communication hook and inrun's
-where it sums over ranks, those with fully_shard at all collectives, and compared with ``modelled``
-and ``modelled_sharded``, the models that docs/costs.md uses for 8 to 512 GPUs.
+plain and watched, on 2 and 4 processes. Bytes are counted, DDP's by a communication hook and
+inrun's where it sums over ranks, those with fully_shard at all collectives. They are compared with
+``modelled`` and ``modelled_sharded``, the models that docs/costs.md uses for 8 to 512 GPUs.
 """
 
 from __future__ import annotations

@@ -251,12 +251,38 @@ def sent(rank, world):
                 optimizer.step()
                 optimizer.zero_grad()
             found.append(run.world.bytes - before)
-    return found, sum(p.numel() for p in model.parameters())
+    return found, sum(p.numel() for p in model.parameters()), sent_by_shards()
+
+
+def sent_by_shards():
+    """Bytes given to all collectives in a step with fully_shard, plain and watched."""
+    from benchmarks.distributed import counting
+
+    found = []
+    for watched in (False, True):
+        model, optimizer = parts(fsdp=True)
+        for part in (model, model[0]):
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+        with watch(model, optimizer, per_step=2) if watched else contextlib.nullcontext() as run:
+            x, y = data()
+            for _ in range(2):  # the first step verifies more
+                with counting() as counted:
+                    with run.batch(range(3)) if watched else contextlib.nullcontext():
+                        loss(model, (x[:3], y[:3])).backward()
+                    if watched:
+                        run._steppers[0].next_audit = STEPS
+                    optimizer.step()
+                optimizer.zero_grad()
+        found.append(counted["bytes"])
+    return found
 
 
 def test_bytes_that_are_sent_are_those_of_the_cost_model():
-    from benchmarks.distributed import modelled
+    from benchmarks.distributed import modelled, modelled_sharded, sharded_pass
 
-    for (whole, split), parameters in in_ranks(2, sent):
+    for (whole, split), parameters, (plain, watched) in in_ranks(2, sent):
         assert whole == modelled(parameters)
         assert split == modelled(parameters, split=True)
+        root = 14  # numbers of the last layer
+        assert plain == sharded_pass(parameters, root)
+        assert watched - plain == modelled_sharded(parameters, root, rounds=1)

@@ -71,7 +71,7 @@ def test_ddp_that_leaves_parameters_out_is_refused(two_processes):
 def test_sync_batch_norm_is_refused_where_it_looks_at_other_ranks(two_processes):
     model = nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3))
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(TypeError, match="its part '1': SyncBatchNorm .* Use GroupNorm"):
+    with pytest.raises(TypeError, match=r"its part '1': SyncBatchNorm .* Use GroupNorm"):
         watch(model, optimizer)  # (DDP takes it on a GPU only)
     model[1].eval()
     with watch(model, optimizer):

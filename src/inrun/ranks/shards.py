@@ -36,7 +36,7 @@ GATHERED = (
     "gathered, as they were before the step. Call reshard() of the modules before the step"
 )
 # Steps of a group's work in which torch functions are called that are nobody's forward pass.
-_WORK = ("unshard", "wait_for_unshard", "reshard", "post_backward")
+_WORK = ("lazy_init", "unshard", "wait_for_unshard", "reshard", "post_backward")
 # What a backward pass does with gradients: for a validation pass all are averaged at once.
 _AVERAGING = {"reduce_grads": True, "all_reduce_grads": True, "reshard_after_backward": True}
 
