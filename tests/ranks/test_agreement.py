@@ -113,7 +113,10 @@ def test_what_does_not_fit_is_refused_on_every_rank():
         for wrong in ("unknown average", "sum"):
             assert "do not add up to .grad" in found[wrong]
             assert "not the mean over the ranks" in found[wrong]
-        assert "different validation losses at the same weights" in found["fsdp, validation"]
+        assert (
+            "the ranks have different validation batches. Every rank needs the same"
+            in found["fsdp, validation"]
+        )
         assert "gradients wait to be averaged over ranks" in found["fsdp, waiting"]
         assert "Call reshard() of the modules before the step" in found["fsdp, gathered"]
         assert re.search(r"inside torch's Join.*run\.batch\(\[\]\)", found["join"])

@@ -17,6 +17,7 @@ from inrun.ranks.world import World
 from inrun.scoring.agreed import OTHER_DIRECTION, SAME_EVERYWHERE, Agreed, agreed
 from inrun.scoring.conclude import Columns, Conclusion
 from inrun.tensors.autocast import no_autocast
+from inrun.validation.split import digest
 
 if TYPE_CHECKING:
     from inrun.scoring.clipping import Clipping
@@ -112,16 +113,11 @@ def gathered(
     return ids, np.concatenate([x[1] for x in found], axis=-1), rows, nobody
 
 
-def refuse_other_data(world: World, losses: Sequence[float], tolerance: float) -> None:
+def refuse_other_data(world: World, batches: Any) -> None:
     """Before the first step of a sharded model: every rank must have the same validation data. The
     gradient, a mean over ranks, would not show it."""
-    found = np.array(world.gather(losses))
-    if world.shards is not None and np.isfinite(found).all():
-        off = np.abs(found - found[0]).max(0)
-        if (off > tolerance * np.abs(found[0])).any():
-            raise ValidationError(
-                f"the ranks have different validation losses at the same weights. {SAME_EVERYWHERE}"
-            )
+    if world.shards is not None and len(set(world.gather(digest(batches)))) > 1:
+        raise ValidationError(f"the ranks have different validation batches. {SAME_EVERYWHERE}")
 
 
 def checked(scorer: Scorer, check: Check, step: Step, ids: np.ndarray, values: np.ndarray,

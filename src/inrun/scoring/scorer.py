@@ -168,8 +168,7 @@ class Scorer:
                 return self.conclusion.loss_not_finite(losses.numpy())
             if not self.conclusion.verified:
                 refuse_sums(self.world, self.conclusion, self.params, step, numbers, columns)
-                if self.world.shards is not None:
-                    refuse_other_data(self.world, self.validator.losses(), step.tolerance)
+                refuse_other_data(self.world, self.validator.batches)
             if check is not None:
                 own = best(numbers["values"], numbers.get("sampled"))[0]
                 checked(self, check, step, ids, columns.on_host(own), clipping)

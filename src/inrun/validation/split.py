@@ -14,14 +14,16 @@ ranks in any case: the parts are always shared out (``shared_out``).
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from inrun.ranks.world import World
+from inrun.torch_compat import tree_leaves
 
 T = TypeVar("T")
 MEASURED = 1  # the pass that is measured; the one before it compiles and allocates
@@ -76,6 +78,18 @@ def shared_out(world: World, parts: Sequence[tuple[float, T]]) -> list[tuple[flo
     rounds = -(-len(parts) // world.size)
     own = list(parts[world.rank :: world.size])
     return own + [(0.0, parts[0][1])] * (rounds - len(own))
+
+
+def digest(batches: Any) -> str:
+    """A key of the numbers and texts in validation batches: equal on ranks that have the same."""
+    found = hashlib.blake2b()
+    for x in tree_leaves(batches):
+        if isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested:
+            found.update(str((tuple(x.shape), x.dtype)).encode())
+            found.update(x.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(x, (str, bytes, int, float)):
+            found.update(repr(x).encode())
+    return found.hexdigest()
 
 
 def _now() -> float:

@@ -73,7 +73,7 @@ class Validator:
         )
         self.targets = [Batches(n, s, seed + i) for i, (n, s) in enumerate(targets.items())]
         self.autocast: Autocast | None = None
-        self._batches: list[list[Any]] = []
+        self.batches: list[list[Any]] = []  # of each target, in this step
         self._reentrant = False
         self.modules = list(model.modules())
         self._state, self._random = State(self.loss), Generators("ran the validation pass")
@@ -93,7 +93,7 @@ class Validator:
         def move(x: Any) -> Any:
             return x.to(device, non_blocking=True) if isinstance(x, Tensor) else x
 
-        self._batches = [[tree_map(move, b) for b in bs] for bs in drawn]
+        self.batches = [[tree_map(move, b) for b in bs] for bs in drawn]
 
     def _float16(self) -> bool:
         """Do the passes run under autocast to float16?"""
@@ -152,7 +152,7 @@ class Validator:
     def _together(self, params: Mapping[str, Tensor]) -> Gradients:
         """All targets in one pass."""
         assert self._joint is not None
-        batch = joined([b for batches in self._batches for b in batches])
+        batch = joined([b for batches in self.batches for b in batches])
         self._state.rewind()
         return self._sweep.run(lambda: self._run(0, batch), self._joint[0], params)
 
@@ -182,7 +182,7 @@ class Validator:
                     return self._sharded_gradient(self._shards, q, params)
                 return self._gradient(q, params)
             except torch.cuda.OutOfMemoryError:
-                rows = max(_rows(b) or 0 for b in self._batches[q])
+                rows = max(_rows(b) or 0 for b in self.batches[q])
                 if min(rows, self.chunk or rows) <= 1 or not self._world.alone:
                     raise  # several ranks: all need the same chunks, so the user says how large
                 if self.chunk is None:
@@ -275,7 +275,7 @@ class Validator:
 
     def _parts(self, q: int) -> Iterator[tuple[float, Any]]:
         """Batches, cut into chunks of rows where asked, with their weights in the mean."""
-        batches = self._batches[q]
+        batches = self.batches[q]
         for batch in batches:
             rows = _rows(batch)
             if self.chunk is None or rows is None or rows <= self.chunk:
