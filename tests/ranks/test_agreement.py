@@ -264,8 +264,6 @@ def sent_by_shards():
     found = []
     for watched in (False, True):
         model, optimizer = parts(fsdp=True)
-        for part in (model, model[0]):
-            part.set_force_sum_reduction_for_comms(True)  # gloo has no mean
         with watch(model, optimizer, per_step=2) if watched else contextlib.nullcontext() as run:
             x, y = data()
             for _ in range(2):  # the first step verifies more
