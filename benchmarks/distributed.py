@@ -2,9 +2,10 @@
 
     python benchmarks/distributed.py        # benchmarks/results/distributed-cpu.json
 
-A small GPT under DistributedDataParallel (gloo, one thread per process), plain and watched, on 2
-and 4 processes. Bytes are counted, DDP's by a communication hook and inrun's where it sums over
-ranks, and compared with ``modelled``, the model that docs/costs.md uses for 8 to 512 GPUs.
+A small GPT under DistributedDataParallel and under fully_shard (gloo, one thread per process),
+plain and watched, on 2 and 4 processes. Bytes are counted, DDP's by a communication hook and
+inrun's where it sums over ranks, those with fully_shard at all collectives. They are compared with
+``modelled`` and ``modelled_sharded``, the models that docs/costs.md uses for 8 to 512 GPUs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +28,8 @@ import torch
 from torch import distributed as dist
 from torch import multiprocessing
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,6 +48,10 @@ VARIANTS = {
 }
 
 
+# with fully_shard: batches of the validation set per step
+SHARDED = {"plain": 0, "1 batch": 1, "4 batches": 4}
+
+
 def modelled(parameters: int, estimators: int = 1, targets: int = 1, split: bool = False) -> int:
     """Bytes that inrun gives to sums over ranks in a step without audit and clipping.
 
@@ -51,6 +60,34 @@ def modelled(parameters: int, estimators: int = 1, targets: int = 1, split: bool
     """
     small = 8 * (5 * estimators * targets + 2)
     return small + targets * (4 * parameters + 8) * split
+
+
+def sharded_pass(parameters: int, root: int, width: int = 4) -> int:
+    """Bytes that fully_shard gives to collectives in a forward and backward pass: parameters are
+    gathered for both, those of the root module (which stay) once; gradients are reduce-scattered.
+    ``width``: bytes of a number on the wire."""
+    return width * (parameters + (parameters - root) + parameters)
+
+
+def modelled_sharded(
+    parameters: int, root: int, rounds: int, estimators: int = 1, targets: int = 1, width: int = 4
+) -> int:
+    """Bytes that inrun adds to that in a step without audit and clipping.
+
+    ``rounds`` validation passes for each target (its batches divided by the ranks, rounded up); for
+    each estimator and target the directions (float32) and once more the weights, a group of
+    parameters at a time; numbers: one float32 (was the gradient changed?), per target its loss, per
+    estimator and target ⟨u, G⟩, and what ``modelled`` has.
+    """
+    passes = targets * rounds * sharded_pass(parameters, root, width)
+    contraction = estimators * targets * (4 + width) * parameters
+    numbers = 4 + 8 * targets + 8 * estimators * targets
+    return passes + contraction + numbers + modelled(parameters, estimators, targets)
+
+
+def scatter(size: float, ranks: int) -> float:
+    """Bytes that each rank sends in a ring all-gather or reduce-scatter of ``size`` bytes."""
+    return (ranks - 1) / ranks * size
 
 
 def ring(size: float, ranks: int) -> float:
@@ -66,8 +103,9 @@ def measure(rank: int, ranks: int, store: str, say: Any, options: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     found = [one(rank, name, options) for name in VARIANTS]
+    sharded = [one_sharded(rank, name, options) for name in SHARDED]
     if rank == 0:
-        say.put(found)
+        say.put((found, sharded))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -85,20 +123,87 @@ def one(rank: int, variant: str, options: Any) -> dict[str, Any]:
 
     net.register_comm_hook(None, count)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    run = watched(net, optimizer, per_step, options) if split is not None else None
+    if run is not None:
+        run._validator._split.chosen = split
+    found, step_ms = trained(
+        rank, net, optimizer, run, options, lambda: (counted["ddp"], run.world.bytes if run else 0)
+    )
+    parameters = sum(p.numel() for p in model.parameters())
+    expected = modelled(parameters, split=bool(split)) if run else 0
+    assert found[1] == expected, (variant, found[1], expected)
+    return {
+        "variant": variant, "parameters": parameters, "ddp_bytes": found[0],
+        "inrun_bytes": found[1], "modelled_bytes": expected, "step_ms": step_ms,
+    }  # fmt: skip
+
+
+def one_sharded(rank: int, variant: str, options: Any) -> dict[str, Any]:
+    per_step = SHARDED[variant]
+    torch.manual_seed(0)
+    model = GPT(256, options.width, options.layers, 4, options.length)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh)
+    parameters = sum(p.numel() for p in model.parameters())
+    root = parameters - sum(p.numel() for p in model.blocks.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    run = watched(model, optimizer, per_step, options) if per_step else None
+    with counting() as counted:
+        found, step_ms = trained(rank, model, optimizer, run, options, lambda: (counted["bytes"],))
+    own = sharded_pass(parameters, root)
+    rounds = -(-per_step // dist.get_world_size())
+    expected = modelled_sharded(parameters, root, rounds) if run else 0
+    assert found[0] == own + expected, (variant, found[0], own + expected)
+    return {
+        "variant": variant, "parameters": parameters, "root": root, "fsdp_bytes": own,
+        "inrun_bytes": found[0] - own, "modelled_bytes": expected, "step_ms": step_ms,
+    }  # fmt: skip
+
+
+@contextmanager
+def counting() -> Iterator[dict[str, int]]:
+    """Counts the bytes of the larger side of all collectives."""
+    counted = {"bytes": 0}
+    names = ("all_reduce", "all_gather_single", "reduce_scatter_single")
+    own = {name: getattr(dist, name) for name in names}
+
+    def patched(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            counted["bytes"] += max(x.numel() * x.element_size() for x in tensors)
+            return own[name](*args, **kwargs)
+
+        return call
+
+    try:
+        for name in names:
+            setattr(dist, name, patched(name))
+        yield counted
+    finally:
+        for name, f in own.items():
+            setattr(dist, name, f)
+
+
+def watched(net: Any, optimizer: Any, per_step: int, options: Any) -> Any:
+    validation = torch.randint(256, (4, 4, options.length),
+                               generator=torch.Generator().manual_seed(99))  # fmt: skip
+    return inrun.watch(net, optimizer, validation=list(validation), loss=loss_of,
+                       per_step=per_step, audit_every=0)  # fmt: skip
+
+
+def trained(
+    rank: int, net: Any, optimizer: Any, run: Any, options: Any,
+    count: Callable[[], tuple[int, ...]],
+) -> tuple[list[float], float]:  # fmt: skip
+    """Trains; what was counted per step after warming up, and milliseconds of a step."""
     generator = torch.Generator().manual_seed(rank)
     shape = (options.batch, options.length)
     x = torch.randint(256, (options.steps, *shape), generator=generator)
-    validation = torch.randint(256, (4, 4, options.length),
-                               generator=torch.Generator().manual_seed(99))  # fmt: skip
-    run = None
-    if split is not None:
-        run = inrun.watch(net, optimizer, validation=list(validation), loss=loss_of,
-                          per_step=per_step, audit_every=0)  # fmt: skip
-        run._validator._split.chosen = split
     times = []
     for step in range(options.steps):
         if step == options.warm:
-            start_ddp, start_own = counted["ddp"], run.world.bytes if run else 0
+            start = count()
         begun = time.perf_counter()
         if run is None:
             loss_of(net, x[step]).backward()
@@ -109,18 +214,10 @@ def one(rank: int, variant: str, options: Any) -> dict[str, Any]:
         optimizer.zero_grad()
         dist.barrier()
         times.append(time.perf_counter() - begun)
+    found = [(b - a) / (options.steps - options.warm) for a, b in zip(start, count(), strict=True)]
     if run is not None:
         run.close()
-    steps = options.steps - options.warm
-    own = (run.world.bytes - start_own) / steps if run else 0.0
-    parameters = sum(p.numel() for p in model.parameters())
-    expected = modelled(parameters, split=bool(split)) if run else 0
-    assert own == expected, (variant, own, expected)
-    return {
-        "variant": variant, "parameters": parameters, "ddp_bytes": (counted["ddp"] - start_ddp)
-        / steps, "inrun_bytes": own, "modelled_bytes": expected,
-        "step_ms": 1e3 * median(times[options.warm :]),
-    }  # fmt: skip
+    return found, 1e3 * median(times[options.warm :])
 
 
 def main() -> None:
@@ -137,7 +234,8 @@ def main() -> None:
             say = multiprocessing.get_context("spawn").SimpleQueue()
             args = (ranks, f"{folder}/store", say, options)
             multiprocessing.spawn(measure, args, nprocs=ranks, join=True)
-            runs.append({"ranks": ranks, "rows": say.get()})
+            rows, sharded = say.get()
+            runs.append({"ranks": ranks, "rows": rows, "sharded": sharded})
         print(json.dumps(runs[-1], indent=1))
     shown = {k: v for k, v in vars(options).items() if k not in ("out", "ranks")}
     found = {"environment": {**hardware(torch.device("cpu")), **versions(), "commit": commit()},

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 import experiments
-from benchmarks.distributed import modelled, ring
+from benchmarks.distributed import modelled, modelled_sharded, ring, scatter, sharded_pass
 from experiments import overview
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -415,16 +415,19 @@ def distributed() -> str:
     """Counted bytes and throughput of several processes."""
     data = results("distributed-cpu")
     lines = [
-        "| ranks | | DDP's bytes per step | inrun's, counted | modelled | share of plain "
+        "| ranks | | its own bytes per step | inrun's, counted | modelled | share of plain "
         "throughput |",
         "|---:|---|---:|---:|---:|---:|",
     ]
     for run in data["runs"]:
-        plain = _of(run, "plain")
-        for row in run["rows"]:
-            keys = ("ddp_bytes", "inrun_bytes", "modelled_bytes")
-            cells = [*(f"{row[k]:,.0f}" for k in keys), f"{plain['step_ms'] / row['step_ms']:.0%}"]
-            lines.append(f"| {run['ranks']} | {row['variant']} | " + " | ".join(cells) + " |")
+        for rows, first in (("rows", "ddp_bytes"), ("sharded", "fsdp_bytes")):
+            plain = run[rows][0]
+            for row in run[rows]:
+                keys = (first, "inrun_bytes", "modelled_bytes")
+                shares = f"{plain['step_ms'] / row['step_ms']:.0%}"
+                cells = [*(f"{row[k]:,.0f}" for k in keys), shares]
+                name = ("DDP, " if rows == "rows" else "FSDP2, ") + row["variant"]
+                lines.append(f"| {run['ranks']} | {name} | " + " | ".join(cells) + " |")
     where = data["environment"]
     below = (
         f"A GPT of {plain['parameters']:,} parameters, {data['options']['batch']} × "
@@ -452,6 +455,26 @@ def communication() -> str:
     return "\n".join(lines)
 
 
+def sharded_communication() -> str:
+    """The same with fully_shard: all numbers in float32, one validation pass per step."""
+    lines = [
+        "| GPUs | parameters | FSDP, GB sent per GPU | inrun, GB | of these the contraction | "
+        "contraction, ms at 450 GB/s | at 50 GB/s |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for parameters in (124_439_808, 7_000_000_000):
+        for ranks in (8, 64, 512):
+            own = scatter(sharded_pass(parameters, 0), ranks)
+            added = scatter(modelled_sharded(parameters, 0, 1), ranks)
+            part = added - own
+            ms = [f"{1e3 * part / speed:.1f}" for speed in (450e9, 50e9)]
+            lines.append(
+                f"| {ranks} | {parameters / 1e9:.3g} B | {own / 1e9:.2f} | {added / 1e9:.2f} | "
+                f"{part / 1e9:.2f} | {ms[0]} | {ms[1]} |"
+            )
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "numbers": numbers,
     "gpu": gpu,
@@ -472,6 +495,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "choices": choices,
     "distributed": distributed,
     "communication": communication,
+    "sharded-communication": sharded_communication,
     **{f"short-{name}": partial(overview.short, name) for name in experiments.EXPERIMENTS},
 } | reproduced()
 

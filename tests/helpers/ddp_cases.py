@@ -107,6 +107,8 @@ class Case:
     hook: Any = None
     inner: bool = False  # watch the module inside
     by_hand: bool = False  # average without the wrapper
+    shard: Any = None  # applies fully_shard to the model
+    evaluate: bool = False  # run the model without gradients after each step
     split: bool | None = None  # the parts of the validation pass
     targets: int = 1
     watch: dict = field(default_factory=dict)
@@ -185,7 +187,9 @@ def train(case, world, rank, watched=True, out=None):
     torch.manual_seed(0)
     model = net = case.model()
     x = data()
-    if rank is not None and not case.by_hand:
+    if rank is not None and case.shard is not None:
+        case.shard(model)
+    elif rank is not None and not case.by_hand:
         net = DistributedDataParallel(model, **case.ddp)
         if case.hook is not None:
             net.register_comm_hook(None, case.hook)
@@ -208,6 +212,9 @@ def train(case, world, rank, watched=True, out=None):
         for micro in range(case.micros):
             rows, weights = rows_and_weights(case, step, micro, world, rank)
             quiet = case.no_sync and rank is not None and micro < case.micros - 1
+            if case.shard is not None and rank is not None:
+                model.set_requires_gradient_sync(not quiet)
+                quiet = False
             with net.no_sync() if quiet else nullcontext():
                 tokens = {"tokens": True} if case.tokens else {}
                 with run.batch(rows, **tokens) if watched else nullcontext():
@@ -226,7 +233,11 @@ def train(case, world, rank, watched=True, out=None):
             case.clip(model)
         optimizer.step()
         optimizer.zero_grad()
+        if case.evaluate:
+            with torch.no_grad():
+                mean_loss(net, x[:2])
     if run is not None:
         run.close()
-    return run, [*model.parameters(), *(t for s in optimizer.state.values() for t in s.values()
-                                        if isinstance(t, torch.Tensor))]  # fmt: skip
+    kept = [*model.parameters(), *(t for s in optimizer.state.values() for t in s.values()
+                                   if isinstance(t, torch.Tensor))]  # fmt: skip
+    return run, [getattr(t, "_local_tensor", t) for t in kept]

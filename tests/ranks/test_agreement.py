@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import inrun
@@ -31,9 +33,13 @@ def data():
     return x, (x[:, 0] > 0).long()
 
 
-def parts(ddp=True):
+def parts(ddp=True, fsdp=False):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))
+    if fsdp:
+        fully_shard(model[0], mesh=(mesh := init_device_mesh("cpu", (dist.get_world_size(),))))
+        fully_shard(model, mesh=mesh)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return (DistributedDataParallel(model) if ddp else model), optimizer
 
@@ -67,11 +73,14 @@ def watch(model, optimizer, first=40, **options):
 
 def error(rank, world, kind, **options):
     """What is raised, as text; the run is closed."""
-    model, optimizer = parts(ddp=kind == "ddp")
+    model, optimizer = parts(ddp=kind == "ddp", fsdp=kind == "fsdp")
     inside = options.pop("inside", None)
-    kinds = (inrun.CaptureError, inrun.ValidationError)
+    before, outside = options.pop("before", None), options.pop("outside", None)
+    if before is not None:
+        before(model)
+    kinds = (inrun.CaptureError, inrun.ValidationError, inrun.BatchError)
     with pytest.raises(kinds) as caught, watch(model, optimizer, **options) as run:
-        loop(rank, world, model, optimizer, run, inside=inside)
+        loop(rank, world, model, optimizer, run, inside=inside, outside=outside)
     return str(caught.value)
 
 
@@ -83,6 +92,10 @@ def refused(rank, world):
         "sum": error(rank, world, "plain", process_group=group,
                      inside=lambda m: average(m, divide=False)),
         "none": error(rank, world, "plain", process_group=group),
+        "fsdp, validation": error(rank, world, "fsdp", first=40 + rank),
+        "fsdp, waiting": error(rank, world, "fsdp",
+                               before=lambda m: m.set_requires_gradient_sync(False)),
+        "fsdp, gathered": error(rank, world, "fsdp", outside=lambda m, _: m[0].unshard()),
     }  # fmt: skip
     model, optimizer = parts()
     run = watch(model, optimizer)
@@ -100,6 +113,12 @@ def test_what_does_not_fit_is_refused_on_every_rank():
         for wrong in ("unknown average", "sum"):
             assert "do not add up to .grad" in found[wrong]
             assert "not the mean over the ranks" in found[wrong]
+        assert (
+            "the ranks have different validation batches. Every rank needs the same"
+            in found["fsdp, validation"]
+        )
+        assert "gradients wait to be averaged over ranks" in found["fsdp, waiting"]
+        assert "Call reshard() of the modules before the step" in found["fsdp, gathered"]
         assert re.search(r"inside torch's Join.*run\.batch\(\[\]\)", found["join"])
 
 
@@ -125,6 +144,16 @@ def void_steps(rank, world):
                 warnings.simplefilter("always")
                 loop(rank, world, model, optimizer, run, outside=lambda m, step: average(m))
             found.append(run.steps()["void"].notna().tolist())
+    model, optimizer = parts(fsdp=True)
+
+    def noise_on_shard(model, step):
+        if step == 4 and rank == 1:
+            model[0].weight.grad.to_local().add_(1.0)
+
+    with watch(model, optimizer) as run, warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        loop(rank, world, model, optimizer, run, outside=noise_on_shard)
+        found.append(run.steps()["void"].notna().tolist())
     return found, told
 
 
@@ -133,7 +162,8 @@ def test_a_step_is_void_on_all_ranks_or_on_none():
     for (noisy, *by_hand), scored in (first, second):
         assert [bool(v) for v in noisy] == [False] * 4 + [True] * 2  # weights differ since
         assert scored == [0, 1, 2, 3]
-        assert by_hand == [[True] * STEPS] * 2
+        assert by_hand[:2] == [[True] * STEPS] * 2
+        assert by_hand[2] == [False] * 4 + [True, False]  # shards: each rank has its own weights
     assert first[0][0][4] == "the step is void on another rank"
     assert second[0][0][4].startswith("the gradient was changed")
     assert first[0][0][5] == second[0][0][5] == (
@@ -224,12 +254,36 @@ def sent(rank, world):
                 optimizer.step()
                 optimizer.zero_grad()
             found.append(run.world.bytes - before)
-    return found, sum(p.numel() for p in model.parameters())
+    return found, sum(p.numel() for p in model.parameters()), sent_by_shards()
+
+
+def sent_by_shards():
+    """Bytes given to all collectives in a step with fully_shard, plain and watched."""
+    from benchmarks.distributed import counting
+
+    found = []
+    for watched in (False, True):
+        model, optimizer = parts(fsdp=True)
+        with watch(model, optimizer, per_step=2) if watched else contextlib.nullcontext() as run:
+            x, y = data()
+            for _ in range(2):  # the first step verifies more
+                with counting() as counted:
+                    with run.batch(range(3)) if watched else contextlib.nullcontext():
+                        loss(model, (x[:3], y[:3])).backward()
+                    if watched:
+                        run._steppers[0].next_audit = STEPS
+                    optimizer.step()
+                optimizer.zero_grad()
+        found.append(counted["bytes"])
+    return found
 
 
 def test_bytes_that_are_sent_are_those_of_the_cost_model():
-    from benchmarks.distributed import modelled
+    from benchmarks.distributed import modelled, modelled_sharded, sharded_pass
 
-    for (whole, split), parameters in in_ranks(2, sent):
+    for (whole, split), parameters, (plain, watched) in in_ranks(2, sent):
         assert whole == modelled(parameters)
         assert split == modelled(parameters, split=True)
+        root = 14  # numbers of the last layer
+        assert plain == sharded_pass(parameters, root)
+        assert watched - plain == modelled_sharded(parameters, root, rounds=1)

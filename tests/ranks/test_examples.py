@@ -17,15 +17,16 @@ LAUNCH = {
 }  # fmt: skip
 
 
-SLOW = pytest.param("ddp_accelerate", marks=pytest.mark.slow)  # two imports of transformers
+SLOW = pytest.param("ddp_accelerate", [], marks=pytest.mark.slow)  # two imports of transformers
+SHARDED = pytest.param("ddp_torchrun", ["--shard"], marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", ["ddp_torchrun", SLOW])
-def test_example(name, tmp_path):
+@pytest.mark.parametrize(("name", "more"), [("ddp_torchrun", []), SHARDED, SLOW])
+def test_example(name, more, tmp_path):
     if name == "ddp_accelerate":
         pytest.importorskip("accelerate")
     script = [str(ROOT / "examples" / f"{name}.py"), "--out", str(tmp_path / "run")]
-    command = [sys.executable, "-m", *LAUNCH[name], *script, "--epochs", "1"]
+    command = [sys.executable, "-m", *LAUNCH[name], *script, "--epochs", "1", *more]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "512 examples, explained" in done.stdout

@@ -12,6 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
@@ -21,31 +28,38 @@ from inrun.cli.app import app
 from inrun.ledger import LedgerError
 
 STEPS, ROWS = 8, 8  # rows of all ranks in a step
+WHOLE = StateDictOptions(full_state_dict=True)
 
 
 def loss(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def train(rank, world, folder, until=STEPS, flushed=True, kill=None, overwrite=False, save=4):
+def train(
+    rank, world, folder, until=STEPS, flushed=True, kill=None, overwrite=False, save=4, shard=False
+):
     """Train from the checkpoint, if there is one; ``kill`` is the rank that is killed at the end of
-    step ``until``. ``flushed``: the checkpoint is made of all ranks' state."""
+    step ``until``. ``flushed``: the checkpoint is made of all ranks' state. ``shard``: with
+    fully_shard, not DistributedDataParallel."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(40, 5, generator=generator)
     y = (x[:, 0] > 0).long()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))
+    if shard and world > 1:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    net = DistributedDataParallel(model) if world > 1 else model
+    net = DistributedDataParallel(model) if world > 1 and not shard else model
+    file, state = folder / "checkpoint.pt", None
+    if file.exists():  # before watch: torch takes an empty step to make the optimizer's state
+        state = torch.load(file, weights_only=True)
+        set_state_dict(model, optimizer, model_state_dict=state["model"],
+                       optim_state_dict=state["optimizer"], options=WHOLE)  # fmt: skip
     run = inrun.watch(
         net, optimizer, validation=[(x[32:36], y[32:36]), (x[36:], y[36:])], loss=loss,
         out=folder / "run", audit_every=3, overwrite=overwrite,
     )  # fmt: skip
-    file = folder / "checkpoint.pt"
-    if file.exists():
-        state = torch.load(file, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+    if state is not None:
         run.load_state_dict(state["run"])
     for step in range(run.step, until):
         rows = torch.arange(step * ROWS, (step + 1) * ROWS) % 32
@@ -56,9 +70,9 @@ def train(rank, world, folder, until=STEPS, flushed=True, kill=None, overwrite=F
         optimizer.zero_grad()
         if step + 1 == save:
             own = run.state_dict() if flushed or rank == 0 else None
+            weights, moments = get_state_dict(model, optimizer, options=WHOLE)
             if rank == 0:
-                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                            "run": own}, file)  # fmt: skip
+                torch.save({"model": weights, "optimizer": moments, "run": own}, file)
     if kill is not None:
         if rank == 0:
             run._ledger.flush()
@@ -115,6 +129,15 @@ def test_a_rank_is_killed_and_the_run_goes_on(tmp_path):
     for steps, values in tables:  # each rank's tables are those of all
         pd.testing.assert_frame_equal(steps, inrun.open(rough / "run").steps())
         assert len(values) == 32
+
+
+def test_a_sharded_model_goes_on_with_another_number_of_ranks(tmp_path):
+    alone(tmp_path / "calm")
+    rough = tmp_path / "rough"
+    rough.mkdir()
+    killed(2, rough, until=6, kill=1, shard=True)
+    in_ranks(4, train, rough, STEPS, True, None, False, 4, True)
+    same(inrun.open(rough / "run"), tmp_path / "calm")
 
 
 @pytest.mark.parametrize("ranks", [[4, 2], [2, 4], [1, 2], [2, 1]])

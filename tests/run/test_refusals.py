@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import inrun
 
@@ -70,6 +68,30 @@ def test_ddp_that_leaves_parameters_out_is_refused(two_processes):
         watch(ddp, optimizer)
 
 
+def test_sync_batch_norm_is_refused_where_it_looks_at_other_ranks(two_processes):
+    model = nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(TypeError, match=r"its part '1': SyncBatchNorm .* Use GroupNorm"):
+        watch(model, optimizer)  # (DDP takes it on a GPU only)
+    model[1].eval()
+    with watch(model, optimizer):
+        pass
+
+
+def test_sync_batch_norm_of_one_process_is_batch_norm():
+    model = nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with watch(model, optimizer) as run:
+        step(model, optimizer, run)
+        assert len(run.values()) == 4
+
+
+def test_pipeline_stages_are_refused():
+    stage = type("PipelineStage", (), {"__module__": "torch.distributed.pipelining.stage"})()
+    with pytest.raises(TypeError, match="PipelineStage is pipeline parallelism: each process"):
+        watch(stage, parts()[1])
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on import
 def test_zero_redundancy_optimizer_is_refused(two_processes):
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -91,14 +113,6 @@ def test_ddp_of_one_process_is_watched(one_process):
             step(watched, its, run)
             tables.append(run.values()["value"])
     torch.testing.assert_close(*(torch.tensor(t.to_numpy()) for t in tables))
-
-
-def test_fsdp2_is_refused(one_process):
-    model, _ = parts()
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(TypeError, match=r"parameter 0\.weight is a DTensor.*fully_shard"):
-        watch(model, optimizer)
 
 
 def test_deepspeed_is_refused():

@@ -20,9 +20,10 @@ What happens where:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,8 @@ from inrun.capture.site import Taps
 from inrun.errors import BatchError, CaptureError, mixed_positions, nothing_recorded
 from inrun.gradients import Form
 from inrun.gradients.blocks import Blocks
+from inrun.ranks.shards import Shards
+from inrun.tensors.layout import tensors_in
 
 
 class Capture:
@@ -59,6 +62,7 @@ class Capture:
         offload: keep records in host memory.
         check_memory: called with the bytes of every record that is kept.
         on_first_gradient: called in each batch before anything is added to .grad.
+        shards: what FSDP made of the model; weight gradients are then never sums.
     """
 
     def __init__(
@@ -74,18 +78,22 @@ class Capture:
         offload: bool = False,
         check_memory: Callable[[int], None] = lambda new: None,
         on_first_gradient: Callable[[], None] = lambda: None,
+        shards: Shards | None = None,
     ) -> None:
-        self.model = model
+        self.model, self.shards = model, shards
+        fast = fast and shards is None
         self.on_empty: Callable[[BatchError, bool], None] = _refuse  # a batch without a gradient
         self.trigger = torch.zeros((), requires_grad=True)  # puts taps into the graph
         self.blocks = Blocks()
         self.keeper = Keeper(directions, offload, check_memory, on_first_gradient)
-        self.provenance = Provenance(list(model.modules()), params, batch_dim)
+        self.provenance = Provenance(list(model.modules()), params, batch_dim, shards)
         self.inputs, self.outputs = Inputs(self.provenance), Outputs(self.provenance)
         self.memo = Memo(self.provenance)
         self.taps = Taps(form, fast, directions, probe, self.blocks, self.trigger)
         self.interceptor = Interceptor(self.inputs, self.outputs, self.taps, self.keeper, self.memo)
         self.aside = self.inputs.aside = self.interceptor.aside
+        if shards is not None:  # FSDP puts other parameters into modules during a pass
+            self.aside.compiled()
         self.backend = Backend(self)
 
     @property
@@ -119,6 +127,7 @@ class Capture:
                 self.blocks.undone_if_it_fails(),
                 self.backend.stance(),
                 seen_functions(),
+                self._beside_shards(),
                 self.inputs.batch(),
                 self.interceptor.mode,
             ):
@@ -139,6 +148,18 @@ class Capture:
         finally:
             self.interceptor.open(None)
             self.provenance.new_batch(0)
+
+    def _beside_shards(self) -> AbstractContextManager[None]:
+        """How FSDP gathers parameters is not looked at; inputs that it passes on keep origins."""
+        if self.shards is None:
+            return nullcontext()
+
+        def passed_on(before: Any, after: Any) -> None:
+            pairs = zip(tensors_in(before), tensors_in(after), strict=True)
+            for t, out in ((t, out) for t, out in pairs if t is not out):
+                self.provenance.note(out, self.provenance.find(t))
+
+        return self.shards.watched(passed_on)
 
     def _by_position(self, micro: MicroBatch, equal: bool, inputs: Tensor | None) -> None:
         """The positions of tokens=True are known; ``equal``: each example has as many."""

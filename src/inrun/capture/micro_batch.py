@@ -181,12 +181,12 @@ class MicroBatch:
         return iter([(node, self._records[node]) for node in found])
 
     def by_example(
-        self, params: Collection[str] | None = None
+        self, params: Collection[str] | None = None, derived: bool = False
     ) -> Iterator[tuple[Node, list[Record]]]:
-        """The records (of these parameters themselves) with a row per example, and perhaps one for
-        nobody's part: where they have one per position, those that would have been kept without
-        tokens=True."""
-        for node, records in self._of(params):
+        """The records (of these parameters themselves, or also of what is ``derived`` from them)
+        with a row per example, and perhaps one for nobody's part: where they have one per position,
+        those that would have been kept without tokens=True."""
+        for node, records in self._of(params, derived):
             if self.slots is not None:
                 micro = MicroBatch(self.B)
                 for record in records:
@@ -194,13 +194,16 @@ class MicroBatch:
                 records = micro.records[node]
             yield node, records
 
-    def _of(self, params: Collection[str] | None) -> Iterator[tuple[Node, list[Record]]]:
-        """The records of these parameters themselves (None: of everything). Those of uses are made
+    def _of(
+        self, params: Collection[str] | None, derived: bool
+    ) -> Iterator[tuple[Node, list[Record]]]:
+        """The records of these parameters (None: of everything). Those of uses are made
         for this time only: the uses stay."""
         found = {
             n: list(records)
             for n, records in self._records.items()
-            if params is None or (n.param is not None and n.name in params)
+            if params is None
+            or not n.roots.isdisjoint(params if derived or n.param is not None else ())
         }
         for use in self.uses:
             if any(node in found for _, node in use.linear.operands):
@@ -227,10 +230,11 @@ class MicroBatch:
         positions = Positions.of(rows[:n], self.B, record.tensors()[0].device)
         return by_owner(record, positions, self.choice.dense(record, self.B))
 
-    def energy(self) -> float:
-        """Σ_i ‖g_i‖², up to a few per cent: see ``Record.energy``."""
-        parts = [r.energy().double() for _, records in self.by_example() for r in records]
-        return float(torch.stack([x.to(parts[0].device) for x in parts]).sum())
+    def energy(self, params: Collection[str]) -> float:
+        """Σ_i ‖g_i‖² of these parameters, up to a few per cent: see ``Record.energy``."""
+        found = self.by_example(params, derived=True)
+        parts = [r.energy().double() for _, records in found for r in records]
+        return float(torch.stack([x.to(parts[0].device) for x in parts]).sum()) if parts else 0.0
 
 
 class Keeper:

@@ -31,6 +31,7 @@ from inrun.capture.claims import Claims
 from inrun.capture.tensor_map import Mark, Origins, TensorMap, memory_of, own_tensors
 from inrun.errors import no_positions
 from inrun.gradients.nodes import ADDITIVE, Node
+from inrun.ranks.shards import Shards, is_sharded
 from inrun.tensors.layout import MIXED, Kind, Layout, Lost, lost
 from inrun.tensors.owners import Owners, UnknownOwnerError, of_layout, settled
 from inrun.torch_compat import (
@@ -89,12 +90,14 @@ class Provenance:
         modules: the user's model and all modules in it.
         params: the parameters to score, by name.
         batch_dim: the dimension of the examples in the model's inputs.
+        shards: what FSDP made of the model.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], params: Mapping[str, Tensor], batch_dim: int
-    ) -> None:
-        self.modules, self.batch_dim = modules, batch_dim
+        self, modules: Sequence[nn.Module], params: Mapping[str, Tensor], batch_dim: int,
+        shards: Shards | None = None,
+    ) -> None:  # fmt: skip
+        self.modules, self.batch_dim, self.shards = modules, batch_dim, shards
         self.held: Collection[int] = ()  # ids of the parameters that the optimizer trains
         self.outsiders: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self.claims = Claims()
@@ -153,6 +156,8 @@ class Provenance:
     def watch(self, params: Mapping[str, Tensor]) -> None:
         """The parameters to score, from the next batch on."""
         self.nodes = {id(p): Node.parameter(name, p) for name, p in params.items()}
+        if self.shards is not None:  # examples meet gathered parameters, found when they are seen
+            self.nodes = {}
         self.watched = frozenset(params)
         self._marked: Origins[Origin] = Origins()
 
@@ -244,6 +249,10 @@ class Provenance:
 
     def _first_seen(self, t: Tensor) -> Origin:
         origin: Origin | None = self.nodes.get(id(t))
+        if self.shards is not None and origin is None and isinstance(t, nn.Parameter):
+            name = self.shards.name_of(t)
+            if name in self.watched and not is_sharded(t):
+                origin = self.nodes[id(t)] = Node.parameter(name, t)
         if not isinstance(origin, Node) or origin.param is not t:
             origin = self.one(self._classify(t))
         self.origins[t] = origin

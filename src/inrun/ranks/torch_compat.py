@@ -1,4 +1,4 @@
-"""What ``torch.nn.parallel.DistributedDataParallel`` keeps under private names.
+"""What ``DistributedDataParallel`` and ``fully_shard`` keep under private names.
 
 As in ``inrun/torch_compat.py``: each entry says why it is needed, what public API would replace it,
 and the versions of torch it was tried with.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 _CASTING = {
@@ -39,3 +41,43 @@ def in_join(ddp: Any) -> bool:
     """
     config = getattr(ddp, "_join_config", None)
     return config is not None and bool(config.enable)
+
+
+# What ``torch.distributed.fsdp.fully_shard`` (FSDP2) keeps under private names.
+
+no_torch_function = torch._C._disabled_torch_function_impl
+"""``__torch_function__`` of a subclass whose operations give plain tensors. Tried: 2.11, 2.13."""
+
+
+def sharding_states(model: nn.Module) -> list[Any]:
+    """The state that ``fully_shard`` gave to modules of the model, each once.
+
+    Has the hooks around forward and backward passes and what they note on the way, which the
+    validation pass must leave as it was. Public replacement: none. Tried: 2.13.
+    """
+    if not any(c.__name__ == "FSDPModule" for m in model.modules() for c in type(m).__mro__):
+        return []
+    from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+
+    found = (_get_module_fsdp_state(m) for m in model.modules())
+    return list({id(s): s for s in found if s is not None}.values())
+
+
+def sharded_groups(state: Any) -> list[Any]:
+    """The parameters that a state gathers together (``FSDPParamGroup``).
+
+    Public replacement: none. Tried: 2.13 (several); 2.11 has one, under another name.
+    """
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return list(several)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def local_of(x: Tensor) -> Tensor:
+    """This rank's part of a DTensor, the very object that it holds; ``x`` itself if it is none.
+
+    ``to_local`` makes a new tensor each time, and we compare identities. Tried: 2.13.
+    """
+    held: Tensor = getattr(x, "_local_tensor", x)
+    return held

@@ -2,8 +2,8 @@
 
 ``World`` is what ``run/``, ``scoring/`` and ``validation/`` ask: how many ranks there are, sums
 over them, rank 0's decision. ``World.of`` finds it from the model: the process group of
-``DistributedDataParallel``, or the one that the loop averages gradients over by itself
-(``watch(..., process_group=...)``).
+``DistributedDataParallel`` or of ``fully_shard`` (``Shards``), or the one that the loop averages
+gradients over by itself (``watch(..., process_group=...)``).
 
 Every rank calls the same functions in the same order; no call waits for a GPU.
 """
@@ -11,7 +11,7 @@ Every rank calls the same functions in the same order; no call waits for a GPU.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from inrun.errors import BatchError
+from inrun.ranks.shards import Shards
 from inrun.ranks.torch_compat import casts_gradients, in_join
 from inrun.torch_compat import uncompiled
 
@@ -29,11 +30,13 @@ class World:
     """The ranks that train together: ``rank`` of ``size``.
 
     ``group``: their process group; None in one process. ``ddp``: the wrapper that averages the
-    gradients, None if the loop does it.
+    gradients, None if the loop or FSDP does it. ``shards``: what FSDP made of the model.
     """
 
-    def __init__(self, group: Any = None, ddp: nn.Module | None = None) -> None:
-        self.group, self.ddp = group, ddp
+    def __init__(
+        self, group: Any = None, ddp: nn.Module | None = None, shards: Shards | None = None
+    ) -> None:
+        self.group, self.ddp, self.shards = group, ddp, shards
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self.bytes = 0  # sent to collectives by this rank so far
@@ -43,6 +46,10 @@ class World:
         """The world of a model that ``watch`` was given, wrapped or not."""
         if not (dist.is_available() and dist.is_initialized()):
             return World()
+        shards = Shards.of(model)
+        if shards is not None:
+            alone = shards.mesh.size() == 1
+            return World(None if alone else shards.group, shards=shards)
         ddp = wrapper_of(model)
         group = process_group if ddp is None else ddp.process_group
         if group is None or dist.get_world_size(group) == 1:
@@ -61,17 +68,34 @@ class World:
     @property
     def coarse(self) -> bool:
         """Are gradients averaged in half precision?"""
+        if self.shards is not None:
+            return self.shards.coarse
         return self.ddp is not None and casts_gradients(self.ddp)
 
-    def refuse_join(self) -> None:
-        """Inside torch's Join a rank that runs out of inputs answers to DDP's collectives only, and
-        would leave the others waiting in ours."""
+    def own(self, p: Tensor) -> Tensor:
+        """What this rank has of a parameter: its shard, or all of it."""
+        return p if self.shards is None else self.shards.own(p)
+
+    def enter_batch(self) -> None:
+        """Before a batch. Inside torch's Join a rank that runs out of inputs answers to DDP's
+        collectives only, and would leave the others waiting in ours. Parameters that a pass of the
+        loop has left gathered go back into their shards, which are what is trained."""
+        if self.shards is not None:
+            self.shards.reshard()
         if self.ddp is not None and not self.alone and in_join(self.ddp):
             raise BatchError(
                 "run.batch inside torch's Join: a rank that has run out of inputs does not score, "
                 "and the others would wait for it. Instead, have every rank take every step, and "
                 "where one has no examples left: with run.batch([]): (0 * loss).backward(), with "
                 "the loss of any row (docs/distributed.md)"
+            )
+
+    def refuse_check(self) -> None:
+        """Exact values need the step of every coalition, with whole parameters and state."""
+        if self.shards is not None:
+            raise RuntimeError(
+                "run.check() needs whole parameters, and fully_shard spreads them over ranks: call "
+                "it in a run with DistributedDataParallel or in one process"
             )
 
     def averaged(self, x: Tensor) -> Tensor:
@@ -112,6 +136,40 @@ class World:
             return {}
         summed = self.total(torch.stack(own)) * factor
         return dict(zip(wanted, summed.unbind(), strict=True))
+
+    def of_whole(self, x: Tensor) -> Tensor:
+        """Sums over coordinates, from those over this rank's: of all shards. ``x`` itself where
+        each rank has all coordinates."""
+        return x if self.shards is None else self.total(x) / self.shards.replicas
+
+    def norms(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The norm of each tensor; of shards, of the whole one."""
+        if self.shards is None or not tensors:
+            return {k: t.norm() for k, t in tensors.items()}
+        squares = torch.stack([t.double().square().sum() for t in tensors.values()])
+        found = self.of_whole(squares).sqrt()
+        return {k: x.to(t) for x, (k, t) in zip(found, tensors.items(), strict=True)}
+
+    def in_turn(self, names: Collection[str]) -> Iterator[Collection[str]]:
+        """These parameters, a few at a time, while they are whole in each rank's memory."""
+        if self.shards is None:
+            yield names
+            return
+        yield from self.shards.in_turn(names)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The same for a maximum."""
+        if self.shards is None or self.alone:
+            return x
+        x = x.to(self.device, copy=True)
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
+        return x
+
+    def any_shard(self, flag: bool) -> bool:
+        """Is it so for some shard?"""
+        if self.shards is None or self.alone:
+            return flag
+        return bool(self.total(torch.tensor(float(flag), device="cpu")))
 
     def _reduce(self, x: Tensor) -> None:
         self.bytes += x.numel() * x.element_size()

@@ -16,10 +16,11 @@ from inrun.optimizers import rule_for
 from inrun.optimizers.joint import Joint, Optimizers
 from inrun.ranks.torch_compat import has_mixed_precision
 from inrun.ranks.world import unwrapped
+from inrun.run.sharding import check_shards
 from inrun.scoring.estimators import Estimator
 
 WAYS_OUT = (
-    "inrun watches one process, and several with DistributedDataParallel "
+    "inrun watches one process, and several with DistributedDataParallel or fully_shard "
     "(docs/distributed.md): train the model with one of these"
 )
 
@@ -29,6 +30,11 @@ def check_model(model: Any) -> None:
     a part of them. DistributedDataParallel is fine, around the whole model."""
     if isinstance(model, Optimizer):
         raise TypeError("watch got the optimizer first: call watch(model, optimizer, ...)")
+    if any(c.__module__.startswith("torch.distributed.pipelining") for c in type(model).__mro__):
+        raise TypeError(
+            f"{type(model).__name__} is pipeline parallelism: each process has some of the layers "
+            f"and none has the validation loss of the whole model. {WAYS_OUT}"
+        )
     if not isinstance(model, nn.Module):
         raise TypeError(f"watch needs the model as a torch.nn.Module, not a {type(model).__name__}")
     whole = unwrapped(model)
@@ -38,12 +44,7 @@ def check_model(model: Any) -> None:
             why = _unlike_the_whole(module, around=module.module is whole)
         if why:
             raise TypeError(f"its part '{name}': {why}" if name else why)
-    for name, p in model.named_parameters():
-        if type(p).__name__ == "DTensor" or type(p.data).__name__ == "DTensor":
-            raise TypeError(
-                f"parameter {name} is a DTensor, spread over processes (fully_shard, FSDP2, or "
-                f"tensor parallelism): each process sees a part of it only. {WAYS_OUT}"
-            )
+    check_shards(model)
 
 
 def _unlike_the_whole(ddp: nn.parallel.DistributedDataParallel, around: bool) -> str | None:
@@ -84,12 +85,25 @@ def _in_parts(module: nn.Module) -> str | None:
             "threads, each with a part of the batch: their operations cannot be seen. Train on "
             "one device, on the model itself (model.module)"
         )
+    if isinstance(module, nn.SyncBatchNorm) and module.training and _several(module.process_group):
+        return (
+            "SyncBatchNorm takes its statistics over the examples of all ranks, in an autograd "
+            "function of its own that the capture does not see. Use GroupNorm, or BatchNorm, whose "
+            "statistics are those of each rank's examples; or put it into eval() mode"
+        )
     if "torch.FullyShardedDataParallel" in names:
         return (
             "FullyShardedDataParallel flattens the parameters and spreads them over processes: "
-            f"each process sees a part of them only. {WAYS_OUT}"
+            "no parameter is left to be named. Use fully_shard (FSDP2) instead "
+            "(docs/distributed.md)"
         )
     return None
+
+
+def _several(group: Any) -> bool:
+    """Has this process group (None: the default one) more than one process?"""
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 def check_optimizers(optimizer: Any, model: nn.Module, together: bool, every: int) -> Optimizers:
@@ -156,7 +170,7 @@ def _check_optimizer(optimizer: Any) -> None:
             "ZeroRedundancyOptimizer steps a part of the parameters on each rank and sends the "
             "rest of the weights around inside step(): no rank has the state of all of them. Use "
             f"the optimizer that it wraps ({getattr(optimizer, '_optim_constructor', 'AdamW')!r}) "
-            "with DistributedDataParallel"
+            "with DistributedDataParallel, or fully_shard, which spreads the state as well"
         )
     if isinstance(inner, Optimizer):
         try:

@@ -73,8 +73,7 @@ class Run(BeginEnd, Summary, RunTables):
         overwrite: bool = False,
         world: World = ALONE,
     ) -> None:
-        self.world = world
-        self.model, self.optimizer, self.config = model, optimizer, config
+        self.world, self.model, self.optimizer, self.config = world, model, optimizer, config
         self.estimators = [Estimator.parse(e, config.point) for e in config.estimator]
         self._names = config.estimator
         self.targets = [t.name for t in validator.targets]
@@ -95,6 +94,7 @@ class Run(BeginEnd, Summary, RunTables):
             model, self.params, batch_dim=config.batch_dim, form=config.form,
             fast=config.training == "fast", directions=len(self.targets) * len(self.estimators),
             offload=offload, check_memory=self._memory.add, on_first_gradient=self._first_gradient,
+            shards=world.shards,
         )  # fmt: skip
         self._empty, self._unscored = EmptyBatches(), UnscoredParameters()
         self._capture.on_empty = self._empty.ended
@@ -132,7 +132,7 @@ class Run(BeginEnd, Summary, RunTables):
             raise BatchError("this run is closed: watch the model again")
         if self._capture.live is not None:
             raise BatchError("run.batch inside run.batch: one batch at a time")
-        self.world.refuse_join()
+        self.world.enter_batch()
         array, self._id_type = as_ids(ids, self._id_type, empty=not self.world.alone)
         owner = as_owner(owner, len(array))
         for stepper in self._steppers:
@@ -187,6 +187,7 @@ class Run(BeginEnd, Summary, RunTables):
         gradients come from copies of the model that see one row each. The verdict is printed;
         the returned object holds the numbers.
         """
+        self.world.refuse_check()
         self._check = Check(permutations=permutations)
         return self._check
 

@@ -17,6 +17,7 @@ from inrun.capture.micro_batch import MicroBatch
 from inrun.errors import BatchError
 from inrun.ledger.entries import StepEntry
 from inrun.optimizers.joint import Optimizers, has_gradient, members_of
+from inrun.ranks.shards import whole
 from inrun.run.coverage import held_by
 from inrun.scoring.conclude import NOT_FINITE, Begun, StepResult
 from inrun.scoring.scorer import Scorer
@@ -64,8 +65,8 @@ class Stepper:
 
     def score(self, params: Mapping[str, Tensor]) -> None:
         """Of these parameters, score those of its optimizers."""
-        held = held_by(self.optimizer)
-        self.scorer.params = {k: p for k, p in params.items() if id(p) in held}
+        held, own = held_by(self.optimizer), self.scorer.world.own
+        self.scorer.params = {k: own(p) for k, p in params.items() if id(p) in held}
 
     # The step hooks
 
@@ -134,8 +135,8 @@ class Stepper:
         if self._together:
             return
         nodes = (node for _, m in self.micros if m is not None for node in m.records)
-        reached = {id(self.params[k]) for node in nodes for k in node.roots}
-        own = {id(p) for p in self.params.values()}
+        reached = {id(whole(self.params[k])) for node in nodes for k in node.roots}
+        own = {id(whole(p)) for p in self.params.values()}
         missing = [
             o for o in self.members if (held := held_by(o) & own) and held.isdisjoint(reached)
         ]

@@ -25,6 +25,7 @@ from inrun.run.refusals import (
 )
 from inrun.run.replacing import replace_earlier
 from inrun.run.run import Run
+from inrun.run.sharding import check_sharded_step
 from inrun.run.wrapped import unwrapped
 from inrun.validation.validator import Loss, Validator
 
@@ -59,7 +60,8 @@ def watch(
     """Watch a training loop: what does each example do to the validation loss?
 
     Args:
-        model: the model that is trained, or the ``DistributedDataParallel`` around it.
+        model: the model that is trained, or the ``DistributedDataParallel`` around it; it may be
+            under ``fully_shard``.
         optimizer: the optimizer whose ``step()`` trains it; its class needs a rule
             (docs/optimizers.md). What ``accelerator.prepare`` returns is taken, too. Several in a
             list, ``[muon, adamw]``: see ``step_together``.
@@ -77,7 +79,8 @@ def watch(
         point: where the validation gradient is taken: "midpoint", "current" or "gauss2" (two
             points, twice the cost); None is midpoint for secant and current for the others.
         training: "bitwise" leaves the training as it is without inrun, bit for bit; "fast" forms
-            weight gradients as sums of per-example gradients, the same up to rounding. What is
+            weight gradients as sums of per-example gradients, the same up to rounding (not under
+            ``fully_shard``, where it is "bitwise", too). What is
             compiled by ``torch.compile`` is the same up to rounding in any case.
         audit_every: every ``audit_every`` steps, measure the validation losses before the step,
             after it without the batch and after it with the batch; 0 never.
@@ -105,7 +108,8 @@ def watch(
             that moment, and its values add up to that U(∅) − U(B). An example's value then depends
             on the order in which the optimizers step.
         process_group: the processes over which the loop averages the gradients by itself, inside
-            ``run.batch``; with ``DistributedDataParallel`` it is found (docs/distributed.md).
+            ``run.batch``; with ``DistributedDataParallel`` or ``fully_shard`` it is found
+            (docs/distributed.md).
 
     Returns:
         A :class:`Run`, also a context manager that closes itself. In a notebook it replaces a run
@@ -121,6 +125,7 @@ def watch(
     )  # fmt: skip
     check_model(model)  # refuse before anything is made on disk
     watched = check_optimizers(optimizer, model, step_together, every)
+    check_sharded_step(model, members_of(watched), step_together, scaler)
     world, model = World.of(model, process_group), inner_model(model)
     replace_earlier([model, *members_of(watched)], out, overwrite)
     scored_parameters(model, watched, patterns)

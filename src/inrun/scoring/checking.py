@@ -11,15 +11,17 @@ from torch import Tensor
 
 from inrun.capture.micro_batch import MicroBatch
 from inrun.errors import CaptureError, ValidationError
-from inrun.exact.check import Check, gradient_errors, nobodys, per_example, without
+from inrun.exact.check import Check, compare, gradient_errors, nobodys, per_example, without
 from inrun.exact.repeat import verified_rows
 from inrun.ranks.world import World
 from inrun.scoring.agreed import OTHER_DIRECTION, SAME_EVERYWHERE, Agreed, agreed
 from inrun.scoring.conclude import Columns, Conclusion
 from inrun.tensors.autocast import no_autocast
+from inrun.validation.split import digest
 
 if TYPE_CHECKING:
-    from inrun.scoring.scorer import Step
+    from inrun.scoring.clipping import Clipping
+    from inrun.scoring.scorer import Scorer, Step
 
 
 def refuse_unseen(world: World, names: Sequence[str], micros: Sequence[MicroBatch]) -> None:
@@ -54,7 +56,7 @@ def refuse_sums(
     if conclusion.add_up(step.number, step.tolerance, every):
         return
     off = []
-    if world.alone:
+    if world.alone and world.shards is None:
         G = without(step.G, nobodys(step.micros))
         errors = gradient_errors(G, per_example(params, step.micros))
         off = [k for k, e in errors.items() if e > step.tolerance]
@@ -109,3 +111,26 @@ def gathered(
     check.unverified = next((x[5] for x in found if x[5] is not None), None)
     ids = np.concatenate([x[0] for x in found if len(x[0])])
     return ids, np.concatenate([x[1] for x in found], axis=-1), rows, nobody
+
+
+def refuse_other_data(world: World, batches: Any) -> None:
+    """Before the first step of a sharded model: every rank must have the same validation data. The
+    gradient, a mean over ranks, would not show it."""
+    if world.shards is not None and len(set(world.gather(digest(batches)))) > 1:
+        raise ValidationError(f"the ranks have different validation batches. {SAME_EVERYWHERE}")
+
+
+def checked(scorer: Scorer, check: Check, step: Step, ids: np.ndarray, values: np.ndarray,
+            clipping: Clipping) -> None:  # fmt: skip
+    """Fill in ``check``: the values of the first estimator beside exact Shapley values."""
+    check.step, check.estimator = step.number, scorer.estimators[0].name
+    ids, values, rows, nobody = gathered(
+        scorer.world, check, scorer.model, scorer.params, step.micros, step.G, step.tolerance,
+        ids, values,
+    )  # fmt: skip
+    compare(
+        check, ids, values.mean(0), rows, nobody,
+        scorer.params, scorer.model, scorer.optimizer,
+        lambda: float(np.mean(scorer.validator.losses())), clipping.function(),
+        say=scorer.world.rank == 0,
+    )  # fmt: skip

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inrun.ranks.world import ALONE, World
 from inrun.torch_compat import foreach_mul, foreach_norm, foreach_sub
 
 
@@ -49,11 +50,11 @@ class Clipping:
         """The factor on all coordinates."""
         return 1.0 if isinstance(self.ratio, list) else self.ratio
 
-    def spread(self, G: Sequence[Tensor], energy: float) -> Clipping:
+    def spread(self, G: Sequence[Tensor], energy: float, world: World = ALONE) -> Clipping:
         """This clipping with ``across``, its factor for the part across G. ``energy``: Σ‖g_i‖²."""
         if self.norm is None:
             return self
-        GG = sum(x * x for x in _norms(G))
+        GG = sum(x * x for x in _norms(G, world))
         alpha = (np.arange(1000) + 0.5) / 1000
         size = self.scale * np.sqrt(alpha**2 * GG + alpha * (1 - alpha) * energy)
         return replace(self, across=float(np.minimum(1.0, self.norm / size).mean()))
@@ -142,10 +143,11 @@ class ClippingWatch:
     clipping by norm. What tells them apart: ``max_norm`` and the scaler's scale where they are
     given; else the factor or the norm of ḡ that stays the same from step to step; in the first
     such step that constants are simple (1/k, a power of two, two decimal digits) and so are norms.
+    Where gradients are shards, all ranks call it and find the same.
     """
 
-    def __init__(self, max_norm: float | None) -> None:
-        self.max_norm = max_norm
+    def __init__(self, max_norm: float | None, world: World = ALONE) -> None:
+        self.max_norm, self._world = max_norm, world
         self._last: tuple[float, list[float]] | None = None  # factor, norms of the last such step
         self._scale = 1.0  # the last loss scale seen without clipping
         self._consistent = True  # no step has contradicted the first evidence yet
@@ -163,17 +165,18 @@ class ClippingWatch:
         ``scale``: the linear part of the factor, where it is known. ``others``: gradients that
         were clipped together with these and are not scored. ``half``: trained in float16.
         """
-        size, total = _norms(g), _norms(G)
+        world = self._world
+        size, total = _norms(g, world), _norms(G, world)
         if not math.isfinite(sum(size) + sum(total)):
             return Clipping(1.0)  # a step that is void for another reason
         norm, before = math.hypot(*size), math.hypot(*total)
         if norm == 0 or before == 0:
             return Clipping(1.0) if norm == before else (ADDED if norm else ZEROED)
         for c in (norm / before, -norm / before):
-            if _is_multiple(g, G, c, size):
-                norms = [norm, math.hypot(norm, *_norms(others))] if others else [norm]
+            if _is_multiple(g, G, c, size, world):
+                norms = [norm, math.hypot(norm, *_norms(others, world))] if others else [norm]
                 return self._factor(c, norms, scale, _epsilon(G), half)
-        return _clamped(g, G, size, scale) or _cause(g, G)
+        return _clamped(g, G, size, scale, world) or _cause(g, G, world)
 
     def _factor(
         self, c: float, norms: list[float], scale: float | None, eps: float, half: bool
@@ -258,77 +261,89 @@ def _epsilon(tensors: Sequence[Tensor]) -> float:
     return max(max(torch.finfo(t.dtype).eps, 1e-12) for t in tensors)
 
 
-def _norms(tensors: Sequence[Tensor]) -> list[float]:
-    """The norm of each tensor, in double precision, with one transfer from a device."""
+def _norms(tensors: Sequence[Tensor], world: World) -> list[float]:
+    """The norm of each tensor, in double precision, with one transfer from a device. Of shards:
+    those of the whole tensors, the same on all ranks."""
     if not tensors:
         return []
     real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     found = foreach_norm(real, 2, dtype=torch.float64)
-    return torch.stack([x.to(found[0].device) for x in found]).tolist()
+    norms = torch.stack([x.to(found[0].device) for x in found])
+    if world.shards is not None:
+        norms = world.of_whole(norms.square()).sqrt()
+    return norms.tolist()
 
 
 _PIECE = 2**25  # numbers for which temporaries are made at a time
+_LARGEST = 2**40  # numbers: no parameter has more
 
 
 def _pieces(
-    g: Sequence[Tensor], G: Sequence[Tensor]
+    g: Sequence[Tensor], G: Sequence[Tensor], world: World
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Both lists in pieces of at most _PIECE numbers; G in the type of ḡ."""
+    """Both lists in pieces of at most _PIECE numbers; G in the type of ḡ. Of shards
+    eight at a time, on all ranks alike."""
     held, some = 0, ([], [])  # type: tuple[int, tuple[list[Tensor], list[Tensor]]]
+    alike = world.shards is not None
     for x, y in zip(g, G, strict=True):
-        if held and held + x.numel() > _PIECE:
+        n = _PIECE // 8 if alike else x.numel()
+        if held and held + n > _PIECE:
             yield some
             held, some = 0, ([], [])
         some[0].append(x)
         some[1].append(y.to(x.dtype))
-        held += x.numel()
+        held += n
     yield some
 
 
 def _all_within(
-    g: Sequence[Tensor], expected: Sequence[Tensor], size: Sequence[float], eps: Sequence[float]
-) -> bool:
+    g: Sequence[Tensor], expected: Sequence[Tensor], size: Sequence[float], eps: Sequence[float],
+    world: World,
+) -> bool:  # fmt: skip
     """Is each parameter as expected, up to rounding by ``eps``? The norm of the difference is
     compared with ``size``, the norm of the parameter."""
-    off = _norms(foreach_sub(list(g), list(expected)))
-    tiny = [torch.finfo(t.dtype).smallest_normal * math.sqrt(t.numel()) for t in g]
+    off = _norms(foreach_sub(list(g), list(expected)), world)
+    tiny = [torch.finfo(t.dtype).smallest_normal * math.sqrt(_LARGEST) for t in g]
     return all(
         x <= _ROUNDINGS * e * (s + least)
         for x, s, e, least in zip(off, size, eps, tiny, strict=True)
     )
 
 
-def _is_multiple(g: Sequence[Tensor], G: Sequence[Tensor], c: float, size: list[float]) -> bool:
-    return _equals(g, G, size, lambda own: list(foreach_mul(own, c)))
+def _is_multiple(
+    g: Sequence[Tensor], G: Sequence[Tensor], c: float, size: list[float], world: World
+) -> bool:
+    return _equals(g, G, size, lambda own: list(foreach_mul(own, c)), world)
 
 
 def _equals(
     g: Sequence[Tensor], G: Sequence[Tensor], size: list[float],
-    function: Callable[[list[Tensor]], list[Tensor]],
+    function: Callable[[list[Tensor]], list[Tensor]], world: World,
 ) -> bool:  # fmt: skip
     """Is ḡ = function(G) everywhere, up to rounding?"""
     at = 0
     eps = [_epsilon(pair) for pair in zip(g, G, strict=True)]  # ḡ may have been converted since
-    for some, own in _pieces(g, G):
+    for some, own in _pieces(g, G, world):
         here, at = slice(at, at + len(some)), at + len(some)
-        if not _all_within(some, function(own), size[here], eps[here]):
+        if not _all_within(some, function(own), size[here], eps[here], world):
             return False
     return True
 
 
 def _clamped(
-    g: Sequence[Tensor], G: Sequence[Tensor], size: list[float], scale: float | None
+    g: Sequence[Tensor], G: Sequence[Tensor], size: list[float], scale: float | None, world: World
 ) -> Clipping | None:
     """Clipping by value, if ḡ = clamp(sG, −b, b) everywhere with b the largest |ḡ|; else None."""
-    largest = foreach_norm(list(g), math.inf)
-    bound = max(torch.stack([x.double().to(largest[0].device) for x in largest]).tolist())
+    largest = foreach_norm([x for x in g if x.numel()] or [g[0].new_zeros(1)], math.inf)
+    found = torch.stack([x.double().to(largest[0].device) for x in largest]).max()
+    bound = world.largest(found).item()
     eps = _epsilon(G)
     exact = _ROUNDINGS * eps
     sums = torch.zeros(2, dtype=torch.float64, device=g[0].device)
     for x, y in zip(g, G, strict=True):  # s, from the numbers below the bound
         below = (x.abs() < bound * (1 - 2 * eps)) * y
         sums += torch.stack([(x * below).double().sum(), (y * below).double().sum()]).to(sums)
-    both, own = sums.tolist()
+    both, own = world.of_whole(sums).tolist()
     s = both / own if own else (1.0 if scale is None else scale)
     if scale is not None and abs(s / scale - 1) <= exact:
         s = scale
@@ -340,7 +355,7 @@ def _clamped(
     def clamp(own: list[Tensor]) -> list[Tensor]:
         return [(y * s).clamp(-bound, bound) for y in own]
 
-    if not _equals(g, G, size, clamp):
+    if not _equals(g, G, size, clamp, world):
         return None
     ratio = [
         torch.where(y == 0, torch.full_like(x, s), x / torch.where(y == 0, 1.0, y))
@@ -349,11 +364,11 @@ def _clamped(
     return Clipping(ratio, s, bound=bound)
 
 
-def _cause(g: Sequence[Tensor], G: Sequence[Tensor]) -> Unrecognised:
+def _cause(g: Sequence[Tensor], G: Sequence[Tensor], world: World) -> Unrecognised:
     """The likely cause of a change that is no scaling and no clipping."""
-    size, total = _norms(g), _norms(G)
+    size, total = _norms(g, world), _norms(G, world)
     each = [
-        _is_multiple([x], [y], s / t, [s]) if t else s == 0
+        _is_multiple([x], [y], s / t, [s], world) if t else s == 0
         for x, y, s, t in zip(g, G, size, total, strict=True)
     ]
     zeroed = [

@@ -7,7 +7,7 @@ a few parameters and targets at a time; ``contract`` forms ⟨u, g_i⟩ from the
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,12 +42,14 @@ def group_values(
     micros: Sequence[MicroBatch],
     parts: Sequence[Sequence[str]],
     Q: int,
+    contract: Callable[..., Products],
 ) -> list[Products]:
     """The products of a group of Q targets, through the maps of each estimator.
 
-    ``ratios`` is ḡ/G where clipping gave each coordinate its own. One target: the whole model at
-    once. Several: a few parameters at a time, and no more targets at a time than fit the memory;
-    their gradients are formed once for all estimators.
+    ``ratios`` is ḡ/G where clipping gave each coordinate its own, ``contract`` the function below
+    or the one for shards (sharded.py). One target: the whole model at once. Several: a few
+    parameters at a time, and no more targets at a time than fit the memory; their gradients are
+    formed once for all estimators.
     """
 
     def some(names: Sequence[str], qs: slice) -> list[Products]:
@@ -136,10 +138,12 @@ def _pieces(
 
 
 def contract(
-    u: Mapping[str, Direction], G: Mapping[str, Tensor], micros: Sequence[MicroBatch]
-) -> Products:
+    u: Mapping[str, Direction], G: Mapping[str, Tensor], micros: Sequence[MicroBatch],
+    sums: bool = True,
+) -> Products:  # fmt: skip
     """⟨u_q, g_i⟩ of every example of the step [Q, B], and ⟨u_q, G⟩ [Q], in float64. A micro-batch
-    of which a part belongs to nobody has a column more (``MicroBatch.columns``)."""
+    of which a part belongs to nobody has a column more (``MicroBatch.columns``). Not ``sums``: the
+    latter are zero, and of G only the type counts."""
     some = next(iter(u.values())).v
     Q, device = len(some), some.device
     values, covered = [], set[str]()
@@ -161,7 +165,7 @@ def contract(
         add_uses(total, uses, u)
         for kernel, pairs in _kinds(dense, u, G):
             names = [k for k, _ in pairs]
-            with_G = covered.isdisjoint(names)
+            with_G = sums and covered.isdisjoint(names)
             if kernel:
                 with_G = with_G and kernels.usable([G[k] for k in names])
             products = _kernel_products if kernel else joined_products
@@ -171,11 +175,12 @@ def contract(
                 expected += found[:, -1]
                 covered.update(names)
         values.append(total)
-    _add_gradient(expected, {k: d for k, d in u.items() if k not in covered}, G)
+    if sums:
+        add_gradient(expected, {k: d for k, d in u.items() if k not in covered}, G)
     return torch.cat(values, dim=1), expected
 
 
-def _add_gradient(expected: Tensor, u: Mapping[str, Direction], G: Mapping[str, Tensor]) -> None:
+def add_gradient(expected: Tensor, u: Mapping[str, Direction], G: Mapping[str, Tensor]) -> None:
     """Add ⟨u_q, G⟩ to ``expected`` [Q]: of directions that were computed as they are, of the others
     with the batch as one example."""
     left, known = [], dict[Any, list[tuple[Tensor, Tensor]]]()
@@ -308,17 +313,19 @@ def cancelling(
     for micro in micros:
         if micro.autocast is not None and micro.autocast[1]:
             coarse = max(coarse, torch.finfo(micro.autocast[2]).eps)
-        for node, records in micro.by_example(vectors):
+    for names in world.in_turn(vectors):
+        for node, records in (x for micro in micros for x in micro.by_example(names)):
             k = node.name
             for record in records:
                 size = record.to(G[k].device).rows().square().sum()
                 sizes[k] = sizes[k] + size if k in sizes else size
+    norms = world.norms({k: G[k] for k in vectors})
     kinds = {k: size.dtype for k, size in sizes.items()}
     found = {}
     for k, size in world.total_by_name(sizes, vectors, world.share**2).items():
         limit = math.sqrt(torch.finfo(kinds.get(k, G[k].dtype)).eps)
         limit = max(limit, 4 * coarse) if G[k].numel() >= _LONG else limit
-        own = G[k].norm()  # of the same order by chance, however many examples
+        own = norms[k]  # of the same order by chance, however many examples
         each = size.sqrt().to(own.device)
         found[k] = (own <= limit * each) & (each > 0) & own.isfinite()
     return found

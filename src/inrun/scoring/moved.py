@@ -21,6 +21,8 @@ from torch.optim import Optimizer
 
 from inrun.optimizers.base import LinearMap, Rule, widen
 from inrun.optimizers.common import Options, State
+from inrun.ranks.torch_compat import local_of
+from inrun.ranks.world import ALONE, World
 from inrun.scoring.estimators import MAPS
 from inrun.validation.identity import same
 
@@ -101,19 +103,20 @@ class Moved:
         self._prepared: dict[Any, Any] = {}
 
     @staticmethod
-    def of(rules: Sequence[tuple[Optimizer, Rule]]) -> Moved:
+    def of(rules: Sequence[tuple[Optimizer, Rule]], world: World = ALONE) -> Moved:
         found = [
             [
-                ParamStep.of(p, g, rule, optimizer.state.get(p, {}), group)
+                ParamStep.of(own, g, rule, _state(p, optimizer), group)
                 for group in optimizer.param_groups
                 for p in group["params"]
-                if (g := _gradient(p, optimizer)) is not None
+                if (g := _gradient(own := world.own(p), optimizer)) is not None
             ]
             for optimizer, rule in rules
         ]
         steps = list(chain.from_iterable(found))
-        # Of half precision weights the state is a copy in float32, of this step alone.
-        if any(m.p.dtype in HALF for m in steps):
+        # Of half precision weights the state is a copy in float32, of this step alone; that of
+        # shards is a dictionary of this step.
+        if any(m.p.dtype in HALF for m in steps) or world.shards is not None:
             return Moved(steps)
         pairs = zip(rules, found, strict=True)
         return Moved(steps, [(o, Surroundings(o, own)) for (o, _), own in pairs])
@@ -160,6 +163,14 @@ def _gradient(p: Tensor, optimizer: Optimizer) -> Tensor | None:
     """The gradient that the optimizer uses."""
     g, scale = p.grad, getattr(optimizer, "grad_scale", None)  # by a GradScaler, if it is fused
     return g if g is None or scale is None else g / scale
+
+
+def _state(p: Tensor, optimizer: Optimizer) -> State:
+    """What the optimizer keeps for a parameter; of a sharded one, for this rank's shard."""
+    state: State = optimizer.state.get(p, {})
+    if local_of(p) is p:
+        return state
+    return {k: local_of(x) if isinstance(x, Tensor) else x for k, x in state.items()}
 
 
 class Surroundings:

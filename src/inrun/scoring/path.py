@@ -20,6 +20,7 @@ from torch import Tensor
 from inrun import kernels
 from inrun.optimizers.base import LinearMap, Scale, WholeModel
 from inrun.optimizers.common import Options, Scalar
+from inrun.ranks.shards import placed
 from inrun.scoring.estimators import MAPS
 from inrun.scoring.moved import Moved, ParamStep
 from inrun.torch_compat import (
@@ -159,14 +160,8 @@ class Path:
         if x is None:
             yield
             return
-        own = [m.p.data for m in self.moved]
-        try:
-            for m, w in zip(self.moved, self.point(x), strict=True):
-                m.p.data = w
+        with placed([m.p for m in self.moved], self.point(x)):
             yield
-        finally:
-            for m, data in zip(self.moved, own, strict=True):
-                m.p.data = data
 
 
 def _whole_model(moved: Sequence[ParamStep]) -> WholeModel | None:

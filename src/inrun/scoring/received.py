@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from inrun.capture.micro_batch import MicroBatch
+from inrun.ranks.world import ALONE, World
 from inrun.scoring.samples import Sample, by_kind
 from inrun.torch_compat import flatten_dense_tensors, foreach_copy_, foreach_norm, version_of
 
@@ -43,10 +44,11 @@ class Received:
 
 
 class Accumulated:
-    """Follows ``.grad`` from batch to batch and to the step."""
+    """Follows ``.grad`` from batch to batch and to the step. Of shards copies are always kept, so
+    that all ranks look alike."""
 
-    def __init__(self) -> None:
-        self.keeps_copies = True
+    def __init__(self, world: World = ALONE) -> None:
+        self._world, self.keeps_copies = world, True
         self._quiet = 0  # steps in a row in which nothing happened
         self._held: dict[str, Tensor] = {}  # gradients as they were noted
         self._versions: list[int] = []  # of these
@@ -159,14 +161,15 @@ class Accumulated:
         if self._copies or not self._held:
             own = {k: self._copies[k] if k in self._copies else torch.zeros_like(g)
                    for k, g in grads.items()}  # fmt: skip
-            found.changed = bool(differ(list(grads.values()), list(own.values())))
+            changed = bool(differ(list(grads.values()), list(own.values())))
+            found.changed = self._world.any_shard(changed)
             found.G = own if found.changed else found.G
         elif touched:
             found.flags[CHANGED] = torch.ones((), dtype=torch.bool)
         else:
             found.flags[CHANGED] = differ(self._read(grads), self._sample)
         self._quiet = 0 if touched or found.changed else self._quiet + 1
-        self.keeps_copies = self._quiet < FIRST
+        self.keeps_copies = self._quiet < FIRST or self._world.shards is not None
         return found
 
     def suspect(self) -> None:
@@ -185,7 +188,8 @@ def doubts(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
 def all_finite(tensors: list[Tensor]) -> Tensor:
     """Whether all entries are finite, as a tensor. One kernel on a GPU. On a CPU a finite sum is
     the fastest proof; a sum that is not finite may have overflowed, so then look at entries."""
-    if tensors[0].is_cuda:
+    tensors = [t for t in tensors if t.numel()] or tensors[:1]
+    if tensors[0].is_cuda and tensors[0].numel():
         return torch.stack(foreach_norm(tensors, math.inf)).isfinite().all()
     found = all(math.isfinite(t.sum()) or bool(t.isfinite().all()) for t in _joined(tensors))
     return torch.tensor(found, device=tensors[0].device)

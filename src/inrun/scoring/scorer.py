@@ -31,14 +31,15 @@ from torch import Tensor, nn
 
 from inrun.capture.aside import CHANGED as ASIDE
 from inrun.capture.micro_batch import MicroBatch
-from inrun.exact.check import Check, compare
+from inrun.exact.check import Check
 from inrun.ledger.entries import Audit
 from inrun.optimizers import rule_for
 from inrun.optimizers.base import LinearMap, has_own_rule
 from inrun.optimizers.joint import Optimizers, members_of
+from inrun.ranks.shards import whole
 from inrun.ranks.world import ALONE, World
 from inrun.scoring.agreed import agreed
-from inrun.scoring.checking import gathered, refuse_sums, refuse_unseen
+from inrun.scoring.checking import checked, refuse_other_data, refuse_sums, refuse_unseen
 from inrun.scoring.clipping import Clipping, ClippingWatch, Unrecognised
 from inrun.scoring.coalitions import Sampling
 from inrun.scoring.conclude import (
@@ -51,7 +52,7 @@ from inrun.scoring.conclude import (
     StepResult,
     best,
 )
-from inrun.scoring.contraction import cancelling, components, contract, group_values, unless
+from inrun.scoring.contraction import cancelling, components, group_values, unless
 from inrun.scoring.estimators import MAPS, POINTS, Estimator
 from inrun.scoring.moved import Moved
 from inrun.scoring.path import Path, PathBuffers, missed
@@ -65,6 +66,7 @@ from inrun.scoring.received import (
     doubts,
     tolerance_of,
 )
+from inrun.scoring.sharded import contraction, refuse_scattered
 from inrun.scoring.taken import predict
 from inrun.scoring.uses import Direction
 from inrun.tensors.autocast import no_autocast
@@ -121,9 +123,9 @@ class Scorer:
         self._borrowed_by = next((cls for cls in kinds if not has_own_rule(cls)), None)
         self.estimators, self.validator, self.scaler = estimators, validator, scaler
         self.targets = [t.name for t in validator.targets]
-        self.accumulated = Accumulated()
+        self.accumulated, self._contract = Accumulated(world), contraction(world)
         self.conclusion = Conclusion(self.targets)
-        self._clipping = ClippingWatch(max_norm)
+        self._clipping = ClippingWatch(max_norm, world)
         self._sampling = Sampling(estimators, [rule for _, rule in self.rules], world.alone)
         self._weights_memory = PathBuffers()
         self._candidates: set[str] = set()  # vectors that may cancel
@@ -166,9 +168,10 @@ class Scorer:
                 return self.conclusion.loss_not_finite(losses.numpy())
             if not self.conclusion.verified:
                 refuse_sums(self.world, self.conclusion, self.params, step, numbers, columns)
+                refuse_other_data(self.world, self.validator.batches)
             if check is not None:
                 own = best(numbers["values"], numbers.get("sampled"))[0]
-                self._check(check, step, ids, columns.on_host(own), clipping)
+                checked(self, check, step, ids, columns.on_host(own), clipping)
             if audit:
                 for point in (None, 0.0):
                     with path.weights(point):
@@ -219,11 +222,15 @@ class Scorer:
         void = next((m.void for m in micros if m.void), None)
         if void is not None and at_once:
             return self.conclusion.void(number, void, _ADVICE[void])
+        if self.world.shards is not None:
+            self.world.shards.refuse_unfinished()
+            self.params = {k: self.world.own(whole(p)) for k, p in self.params.items()}
         params = {k: p for k, p in self.params.items() if p.grad is not None}
         if not self.conclusion.verified:
             refuse_unseen(self.world, list(params), micros)
+            refuse_scattered(self.world, micros)
         if not self._moved.again():
-            self._moved = Moved.of(self.rules)
+            self._moved = Moved.of(self.rules, self.world)
         moved = self._moved
         places = moved.places(list(params.values()))
         g = [moved.steps[i].g for i in places]
@@ -266,10 +273,11 @@ class Scorer:
 
     def _others(self) -> list[Tensor]:
         """Gradients that are not scored but may have been clipped together with the others."""
-        own = {id(p) for p in self.params.values()}
+        scored = {id(p) for p in self.params.values()}
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
-        every = {id(p): p for p in (*self.model.parameters(), *held)}
-        return [p.grad for i, p in every.items() if i not in own and p.grad is not None]
+        every = {id(own): own for p in (*self.model.parameters(), *held)
+                 if (own := self.world.own(p)).grad is not None}  # fmt: skip
+        return [g for i, p in every.items() if i not in scored and (g := p.grad) is not None]
 
     # 2. Update map
 
@@ -341,7 +349,7 @@ class Scorer:
                 for point, which in by_point.items():
                     found = group_values(
                         [at[x] for x in POINTS[point]], [maps[e] for e in which], ratios,
-                        step.G, step.micros, parts, len(group),
+                        step.G, step.micros, parts, len(group), self._contract,
                     )  # fmt: skip
                     for e, (inner, sums) in zip(which, found, strict=True):
                         splits = MAPS[self.estimators[e].kind].splits_clipping
@@ -372,26 +380,9 @@ class Scorer:
         G, micros = step.G, step.micros
         if step.clipping.norm is None:
             return step.clipping, None
-        energy = torch.tensor(sum(m.energy() for m in micros if m.records), dtype=torch.float64)
+        found = (m.energy(names) for names in self.world.in_turn(G) for m in micros)
+        energy = torch.tensor(sum(found), dtype=torch.float64)
         energy = self.world.total(energy) * self.world.share**2
-        clipping = step.clipping.spread(list(G.values()), float(energy))
-        along, size = contract({k: Direction(g[None]) for k, g in G.items()}, G, micros)
+        clipping = step.clipping.spread(list(G.values()), float(energy), self.world)
+        along, size = self._contract({k: Direction(g[None]) for k, g in G.items()}, G, micros)
         return clipping, self.world.averaged(along) / size
-
-    # Checks
-
-    def _check(
-        self, check: Check, step: Step, ids: np.ndarray, values: np.ndarray, clipping: Clipping
-    ) -> None:
-        """Fill in ``check``: the values of the first estimator beside exact Shapley values."""
-        check.step, check.estimator = step.number, self.estimators[0].name
-        ids, values, rows, nobody = gathered(
-            self.world, check, self.model, self.params, step.micros, step.G, step.tolerance,
-            ids, values,
-        )  # fmt: skip
-        compare(
-            check, ids, values.mean(0), rows, nobody,
-            self.params, self.model, self.optimizer,
-            lambda: float(np.mean(self.validator.losses())), clipping.function(),
-            say=self.world.rank == 0,
-        )  # fmt: skip

@@ -62,6 +62,8 @@ class Prediction:
     def off(self) -> Tensor:
         """After the step: 1.0 if the weights are not as predicted. Stays on the device."""
         flags = [piece.off() for piece in self.pieces]
+        if not flags:  # all shards of this rank are empty
+            return torch.zeros((), dtype=torch.float64, device="cpu")
         return torch.stack([f.to(flags[0].device) for f in flags]).any().double()
 
     def likely_cause(self, borrowed_by: type[Optimizer] | None) -> str:

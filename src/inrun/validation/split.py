@@ -7,18 +7,23 @@ this: its loss need not be a mean over rows.
 
 Splitting saves passes and costs one sum of all parameters' gradients. Both are measured on rank 0
 in the second pass, and rank 0 decides, once.
+
+Where FSDP spreads the parameters, every rank takes part in every pass and gradients are summed over
+ranks in any case: the parts are always shared out (``shared_out``).
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from inrun.ranks.world import World
+from inrun.torch_compat import tree_leaves
 
 T = TypeVar("T")
 MEASURED = 1  # the pass that is measured; the one before it compiles and allocates
@@ -29,7 +34,8 @@ class Split:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.chosen: bool | None = False if world.alone else None
+        always = world.alone or world.shards is not None
+        self.chosen: bool | None = False if always else None
         self._passes = 0
 
     @property
@@ -64,6 +70,26 @@ class Split:
             self.chosen = self.world.agree(saved > _now() - start)
         self._passes += 1
         return loss, grads
+
+
+def shared_out(world: World, parts: Sequence[tuple[float, T]]) -> list[tuple[float, T]]:
+    """The parts of this rank, with their weights; as many on each: where there is none left, the
+    first one with weight 0."""
+    rounds = -(-len(parts) // world.size)
+    own = list(parts[world.rank :: world.size])
+    return own + [(0.0, parts[0][1])] * (rounds - len(own))
+
+
+def digest(batches: Any) -> str:
+    """A key of the numbers and texts in validation batches: equal on ranks that have the same."""
+    found = hashlib.blake2b()
+    for x in tree_leaves(batches):
+        if isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested:
+            found.update(str((tuple(x.shape), x.dtype)).encode())
+            found.update(x.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(x, (str, bytes, int, float)):
+            found.update(repr(x).encode())
+    return found.hexdigest()
 
 
 def _now() -> float:

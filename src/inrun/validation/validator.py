@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from inrun.errors import ValidationError
+from inrun.ranks.shards import Shards
 from inrun.ranks.world import ALONE, World
 from inrun.tensors.autocast import Autocast, as_it_was, uncached
 from inrun.torch_compat import tree_leaves, tree_map
 from inrun.validation.cuda_graph import Fingerprint, GraphCache
 from inrun.validation.joining import Joining
-from inrun.validation.split import Split
+from inrun.validation.split import Split, shared_out
 from inrun.validation.state import Generators, State
 from inrun.validation.sweep import Gradients, Sweep, joined
 from inrun.validation.targets import Batches, copy_batch
@@ -72,26 +73,27 @@ class Validator:
         )
         self.targets = [Batches(n, s, seed + i) for i, (n, s) in enumerate(targets.items())]
         self.autocast: Autocast | None = None
-        self._batches: list[list[Any]] = []
+        self.batches: list[list[Any]] = []  # of each target, in this step
         self._reentrant = False
         self.modules = list(model.modules())
         self._state, self._random = State(self.loss), Generators("ran the validation pass")
-        self._world, self._split = world, Split(world)
+        self._world, self._shards, self._split = world, world.shards, Split(world)
         self._sweep, self._joining = Sweep(model), Joining(batch_dim)
         self._graphs = GraphCache(self.loss, partial(self._state.once, Fingerprint.of))
         self._joint: tuple[list[int], Any] | None = None  # see Joining.join
 
     def draw(self) -> None:
         """Move every target on to its next ``per_step`` batches."""
-        device = next(self.model.parameters()).device
+        shards = self._shards
+        device = next(self.model.parameters()).device if shards is None else shards.device
         drawn = [t.take(self.per_step) for t in self.targets]
-        alone = len(drawn) == 1 or self.chunk is not None or self._float16()
+        alone = len(drawn) == 1 or self.chunk is not None or self._float16() or shards is not None
         self._joint = None if alone else self._joining.join(drawn)
 
         def move(x: Any) -> Any:
             return x.to(device, non_blocking=True) if isinstance(x, Tensor) else x
 
-        self._batches = [[tree_map(move, b) for b in bs] for bs in drawn]
+        self.batches = [[tree_map(move, b) for b in bs] for bs in drawn]
 
     def _float16(self) -> bool:
         """Do the passes run under autocast to float16?"""
@@ -106,10 +108,17 @@ class Validator:
     def losses(self) -> list[float]:
         """Returns ℓ of each target."""
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            return [float(self._loss_of(q)) for q in range(len(self.targets))]
+            found = [float(self._loss_of(q)) for q in range(len(self.targets))]
+        self._reshard()
+        return found
 
     def _loss_of(self, q: int) -> Tensor:
         return torch.stack([w * self._loss(q, b).double() for w, b in self._parts(q)]).sum()
+
+    def _reshard(self) -> None:
+        """Between passes: gathered parameters are those of other weights."""
+        if self._shards is not None:
+            self._shards.reshard()
 
     def groups(self, params: Mapping[str, Tensor], verify: bool) -> list[list[int]]:
         """Returns which targets share a pass for their gradients: all, or each has its own.
@@ -143,7 +152,7 @@ class Validator:
     def _together(self, params: Mapping[str, Tensor]) -> Gradients:
         """All targets in one pass."""
         assert self._joint is not None
-        batch = joined([b for batches in self._batches for b in batches])
+        batch = joined([b for batches in self.batches for b in batches])
         self._state.rewind()
         return self._sweep.run(lambda: self._run(0, batch), self._joint[0], params)
 
@@ -169,9 +178,11 @@ class Validator:
         """The gradient of one target, in smaller chunks of rows where memory runs out."""
         while True:
             try:
+                if self._shards is not None:
+                    return self._sharded_gradient(self._shards, q, params)
                 return self._gradient(q, params)
             except torch.cuda.OutOfMemoryError:
-                rows = max(_rows(b) or 0 for b in self._batches[q])
+                rows = max(_rows(b) or 0 for b in self.batches[q])
                 if min(rows, self.chunk or rows) <= 1 or not self._world.alone:
                     raise  # several ranks: all need the same chunks, so the user says how large
                 if self.chunk is None:
@@ -220,17 +231,36 @@ class Validator:
                 break
         return total, [g / scale for g in grads]
 
+    def _sharded_gradient(
+        self, shards: Shards, q: int, params: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The same for this rank's shards: FSDP sums over ranks, and each runs some parts."""
+        total = torch.zeros((), dtype=torch.float64, device=params[0].device)
+        grads: list[Tensor] = []
+        with torch.enable_grad():
+            for weight, batch in shared_out(self._world, list(self._parts(q))):
+                loss = self._loss(q, batch)
+                self._refuse_constant(q, loss)
+                found = shards.gradient(loss * (weight * self._world.size), params)
+                self._reshard()
+                total = total + loss.detach().to(total) * weight
+                grads = [a + b for a, b in zip(grads, found, strict=True)] if grads else found
+        return self._world.total(total), grads
+
+    def _refuse_constant(self, q: int, loss: Tensor) -> None:
+        if not loss.requires_grad:
+            raise ValidationError(
+                f"target '{self.targets[q].name}': the validation loss does not depend on the "
+                "watched parameters (is it computed under no_grad, or detached?)"
+            )
+
     def _differentiate(
         self, q: int, batch: Any, factor: float, params: Sequence[Tensor]
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
         """A batch's loss and the gradient of ``factor`` times it; None without dependence."""
         grads: Sequence[Tensor | None]
         loss = self._loss(q, batch)
-        if not loss.requires_grad:
-            raise ValidationError(
-                f"target '{self.targets[q].name}': the validation loss does not depend on the "
-                "watched parameters (is it computed under no_grad, or detached?)"
-            )
+        self._refuse_constant(q, loss)
         if not self._reentrant:
             try:
                 grads = torch.autograd.grad(_times(loss, factor), params, allow_unused=True)
@@ -245,7 +275,7 @@ class Validator:
 
     def _parts(self, q: int) -> Iterator[tuple[float, Any]]:
         """Batches, cut into chunks of rows where asked, with their weights in the mean."""
-        batches = self._batches[q]
+        batches = self.batches[q]
         for batch in batches:
             rows = _rows(batch)
             if self.chunk is None or rows is None or rows <= self.chunk:
@@ -256,6 +286,7 @@ class Validator:
                 yield n / rows / len(batches), _slice(batch, start, n, rows)
 
     def _loss(self, q: int, batch: Any) -> Tensor:
+        self._reshard()
         if not _making_graph():  # a CUDA graph holds the pass alone
             self._state.rewind()
         return self._run(q, copy_batch(batch))
@@ -286,6 +317,7 @@ class Validator:
             with (
                 warnings.catch_warnings(),
                 self._state.kept(modules),
+                nullcontext() if self._shards is None else self._shards.passing(),
                 self._random.seeded(0),
                 as_it_was(self.autocast),
                 uncached(),

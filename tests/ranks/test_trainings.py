@@ -7,18 +7,22 @@ import torch
 from torch import distributed as dist
 
 from helpers.ddp_cases import CASES, Unused, train
+from helpers.fsdp_cases import FSDP_CASES, FSDP_FOUR
 from helpers.ranks import in_ranks
 from inrun.ledger.saved import open_run
 
 SMALL = {"gpt", "uneven", "accumulation, no_sync", "split validation"}  # also with four ranks
+TWO = CASES | FSDP_CASES
+FOUR = {k: CASES[k] for k in sorted(SMALL)} | FSDP_FOUR
 
 
 def all_cases(rank, world, names, folder):
     """Train every case, watched and not; returns the tables and whether training was the same."""
     found = {}
     for i, name in enumerate(names):
-        run, state = train(CASES[name], world, rank, out=folder / str(i))
-        _, plain = train(CASES[name], world, rank, watched=False)
+        case = (TWO | FOUR)[name]
+        run, state = train(case, world, rank, out=folder / str(i))
+        _, plain = train(case, world, rank, watched=False)
         same = all(torch.equal(a, b) for a, b in zip(state, plain, strict=True))
         dist.barrier()
         found[name] = same, run.steps(), run.coverage()
@@ -27,12 +31,12 @@ def all_cases(rank, world, names, folder):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return trained(2, list(CASES), tmp_path_factory.mktemp("two"))
+    return trained(2, list(TWO), tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return trained(4, sorted(SMALL), tmp_path_factory.mktemp("four"))
+    return trained(4, list(FOUR), tmp_path_factory.mktemp("four"))
 
 
 def trained(world, names, folder):
@@ -74,11 +78,11 @@ def close(a, b, within, size):
             assert a[name].fillna("").tolist() == b[name].fillna("").tolist(), name
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", TWO)
 def test_two_ranks_are_one_process_on_the_joined_batch(two, name):
-    compare(CASES[name], 2, *two[name])
+    compare(TWO[name], 2, *two[name])
 
 
-@pytest.mark.parametrize("name", sorted(SMALL))
+@pytest.mark.parametrize("name", FOUR)
 def test_four_ranks_are_one_process_on_the_joined_batch(four, name):
-    compare(CASES[name], 4, *four[name])
+    compare(FOUR[name], 4, *four[name])

@@ -1,0 +1,64 @@
+"""The contraction where parameters are spread over ranks (ranks/shards.py).
+
+Directions are computed on shards; records hold gradients of whole parameters. So one group of
+parameters at a time, as FSDP gathers them: its directions are gathered and contracted with the
+records of this rank's examples. Meanwhile its weights are gathered too, since some records run the
+operation again. Both are freed before the next group: no rank ever holds more of the model than in
+a forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from inrun.capture.micro_batch import MicroBatch
+from inrun.errors import CaptureError
+from inrun.ranks.shards import Shards
+from inrun.ranks.world import World
+from inrun.scoring.contraction import Products, add_gradient, contract
+from inrun.scoring.uses import Direction
+
+
+def contraction(world: World) -> Callable[..., Products]:
+    """``contract``, or the same for shards."""
+    shards = world.shards
+    if shards is None:
+        return contract
+
+    def by_group(
+        u: Mapping[str, Direction], G: Mapping[str, Tensor], micros: Sequence[MicroBatch]
+    ) -> Products:
+        expected = torch.zeros(len(next(iter(u.values())).v), dtype=torch.float64, device="cpu")
+        expected = expected.to(next(iter(G.values())).device)
+        add_gradient(expected, {k: d for k, d in u.items() if G[k].numel()}, G)
+        values = expected.new_zeros(len(expected), sum(m.columns for m in micros))
+        for raws in shards.in_turn(u):
+            whole = shards.joined(raws, {k: u[k].full for k in raws})
+            found, _ = contract({k: Direction(x) for k, x in whole.items()}, G, micros, sums=False)
+            values += found.to(values.device)
+        return values, world.of_whole(expected)
+
+    return by_group
+
+
+def refuse_scattered(world: World, micros: Sequence[MicroBatch]) -> None:
+    """Raise on all ranks if a tensor is made of parameters that are gathered apart."""
+    shards = world.shards
+    if shards is None:
+        return
+    wrong = set().union(*world.gather(_scattered(shards, micros)))
+    if wrong:
+        raise CaptureError(
+            f"{min(wrong)} is made of parameters that fully_shard gathers apart, so they are never "
+            "whole at the same time. Give their modules to fully_shard as one: "
+            "fully_shard([module_a, module_b])"
+        )
+
+
+def _scattered(shards: Shards, micros: Sequence[MicroBatch]) -> set[str]:
+    group_of = {k: i for i, group in enumerate(shards.inner) for k in shards.named(group)}
+    nodes = (node for m in micros for node in m.met_nodes)
+    return {n.name for n in nodes if len({group_of[k] for k in n.roots if k in group_of}) > 1}
