@@ -3,9 +3,9 @@ steps of the optimizer."""
 
 import pytest
 import torch
-from helpers.optimizer_zoo import MUON, OPTIONS
 from torch import optim
 
+from helpers.optimizer_zoo import MUON, OPTIONS
 from inrun.optimizers import rule_for
 from inrun.optimizers.common import effective_gradient, sign
 

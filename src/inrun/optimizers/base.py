@@ -295,6 +295,11 @@ def rule_for(optimizer: Optimizer) -> Rule:
     )
 
 
+def momentum_rules() -> list[str]:
+    """The optimizers whose rules know their momentum."""
+    return sorted(_qualified(k) for k, rule in _REGISTERED.items() if rule.momentum is not None)
+
+
 def has_own_rule(cls: type) -> bool:
     """Is there a rule of this very class, not of a base class?"""
     return cls in _REGISTERED or _by_name(cls) in _REGISTERED

@@ -19,6 +19,7 @@ from inrun.errors import BatchError
 from inrun.gradients import Form
 from inrun.ledger.entries import Ledger, StepEntry, step_row
 from inrun.ledger.tables import harm_of
+from inrun.scoring.carry import Window
 from inrun.scoring.conclude import Pending, StepResult
 
 
@@ -37,12 +38,13 @@ class Config:
     form: Form
     seed: int
     step_together: bool = True  # with several optimizers: their steps make one step
+    window: int | None = None  # of "carry": steps for which a batch is followed
 
     def saved(self) -> dict[str, Any]:
-        """For run.json; a run of one optimizer is described as before there could be several."""
+        """For run.json; a run without a window is described as before there could be one."""
         found = asdict(self)
-        if self.step_together:
-            del found["step_together"]
+        if self.window is None:
+            del found["window"]
         return found
 
     def scores(self, step: int) -> bool:
@@ -206,7 +208,7 @@ class MemoryLimit:
     def add(self, new: int) -> None:
         """Count ``new`` bytes; raises MemoryError beyond the limit."""
         if self.limit is None:
-            self.limit = _free_bytes(self.device(), self.offload)
+            self.limit = free_bytes(self.device(), self.offload)
         self.held += new
         if self.held > self.limit:
             raise MemoryError(
@@ -218,7 +220,7 @@ class MemoryLimit:
             )
 
 
-def _free_bytes(device: torch.device, offload: bool) -> int:
+def free_bytes(device: torch.device, offload: bool) -> int:
     """Bytes that can still be allocated where records are kept."""
     if device.type == "cuda" and not offload:
         free, _ = torch.cuda.mem_get_info(device)
@@ -232,13 +234,16 @@ def _free_bytes(device: torch.device, offload: bool) -> int:
 class EntryQueue:
     """Steps on their way to the ledger, in order: some wait for values that are still on a device.
 
-    ``on_result`` is called with the result of each step when its values are there.
+    ``on_result`` is called with the result of each step when its values are there. With ``carry``
+    a step then waits until its values are complete, some steps later.
     """
 
     def __init__(
-        self, ledger: Ledger, tally: Tally, on_result: Callable[[StepResult], None]
-    ) -> None:
+        self, ledger: Ledger, tally: Tally, on_result: Callable[[StepResult], None],
+        carry: Window | None = None,
+    ) -> None:  # fmt: skip
         self._ledger, self._tally, self._on_result = ledger, tally, on_result
+        self._carry = carry
         self._waiting: deque[tuple[StepEntry, Pending]] = deque()
         self._lock = threading.RLock()  # tables may be asked for in another thread
 
@@ -263,9 +268,34 @@ class EntryQueue:
         done = replace(
             entry, values=result.values, void=result.void, audit=result.audit,
             missed=result.missed, nobody=result.nobody, tokens=result.tokens, sums=result.sums,
+            moved=result.moved,
         )  # fmt: skip
-        self._ledger.append(done)
-        self._tally.add(done)
+        self._record([done] if self._carry is None else self._carry.settled(done))
+
+    def _record(self, entries: Iterable[StepEntry]) -> None:
+        for entry in entries:
+            self._ledger.append(entry)
+            self._tally.add(entry)
+
+    def incomplete(self) -> list[StepEntry]:
+        """The steps that wait for carried values, with what they were credited so far."""
+        with self._lock:
+            return [] if self._carry is None else self._carry.so_far()
+
+    def replace(self, entries: Iterable[StepEntry]) -> None:
+        """Drop the steps that wait and record these instead: the run goes back to a checkpoint."""
+        with self._lock:
+            self._waiting.clear()
+            if self._carry is not None:
+                self._carry.forget()
+            self._record(entries)
+
+    def finish(self) -> None:
+        """The run is over: record all steps that wait, with what they were credited."""
+        with self._lock:
+            self.settle()
+            if self._carry is not None:
+                self._record(self._carry.flush())
 
 
 class Tally:
@@ -282,6 +312,7 @@ class Tally:
         self.last, self.steps, self.scored, self.void, self.rows = -1, 0, 0, 0, 0
         self.total = 0.0  # sum of all values
         self.audited, self.credited, self.batch, self.momentum = 0, 0.0, 0.0, 0.0
+        self.whole = False  # "carry": the whole steps are explained, not the batches' share
         self.loss = float("nan")
         if self.by_id is not None:
             self.by_id = {}
@@ -291,8 +322,9 @@ class Tally:
     @property
     def explained(self) -> float:
         """Sum of values and nobody's part / batch share over the audited steps; NaN before the
-        first audit."""
-        return self.credited / self.batch if self.batch else float("nan")
+        first audit. For "carry": the drop along the steps / the measured one."""
+        measured = self.batch + self.momentum if self.whole else self.batch
+        return self.credited / measured if measured else float("nan")
 
     def add(self, entry: StepEntry) -> None:
         if entry.step <= self.last:  # the run went back to a checkpoint
@@ -306,7 +338,8 @@ class Tally:
             self.total += row["sum"] * entry.weight
             if entry.audit is not None:
                 self.audited += 1
-                self.credited += row["sum"] + row["nobody"]
+                self.whole = bool(np.isfinite(row["drop"]))
+                self.credited += row["drop"] if self.whole else row["sum"] + row["nobody"]
                 self.batch += row["batch_share"]
                 self.momentum += row["momentum_share"]
                 self.loss = row["loss"]
@@ -343,7 +376,8 @@ class Tally:
         if self.audited:
             parts.append(f"validation loss {self.loss:.4g}")
         if np.isfinite(self.explained):
-            parts.append(f"explained {self.explained:.1%} of the batch share")
+            share = "loss drop" if self.whole else "batch share"
+            parts.append(f"explained {self.explained:.1%} of the {share}")
         if self.void:
             parts.append(f"{self.void:,} void")
         return " · ".join(parts)

@@ -8,7 +8,7 @@ after optimizer.step()      scorer: was it the step that was predicted? then led
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -23,7 +23,6 @@ from inrun.capture.micro_batch import MicroBatch
 from inrun.errors import BatchError
 from inrun.exact.check import PERMUTATIONS, Check
 from inrun.exact.repeat import ModelCalls
-from inrun.ledger import LedgerError
 from inrun.ledger.entries import Ledger, RunTables, StepEntry
 from inrun.optimizers.joint import Optimizers, members_of
 from inrun.ranks.world import ALONE, World
@@ -38,6 +37,8 @@ from inrun.run.bookkeeping import (
     as_ids,
     as_owner,
 )
+from inrun.run.carrying import make_window
+from inrun.run.checkpoints import Checkpoints
 from inrun.run.coverage import (
     ModuleTree,
     UnscoredParameters,
@@ -48,15 +49,15 @@ from inrun.run.coverage import (
     trainable,
 )
 from inrun.run.logging import Summary
-from inrun.run.recording import claim, of_this_rank, share_coverage
+from inrun.run.recording import claim, share_coverage
 from inrun.run.stepping import IN_BATCH, Stepper
 from inrun.scoring.conclude import Begun, Pending, StepResult
-from inrun.scoring.estimators import Estimator
+from inrun.scoring.estimators import CARRY, Estimator
 from inrun.scoring.scorer import Scorer
 from inrun.validation.validator import Validator
 
 
-class Run(BeginEnd, Summary, RunTables):
+class Run(BeginEnd, Checkpoints, Summary, RunTables):
     """A watched training run. Made by :func:`inrun.watch`."""
 
     def __init__(
@@ -86,7 +87,8 @@ class Run(BeginEnd, Summary, RunTables):
         self._validator, self._ledger = validator, ledger
         self._overwrite, self._loaded, self._described = overwrite, False, False
         together = (optimizer,) if config.step_together else members_of(optimizer)
-        scoring = (self.params, self.estimators, validator, max_norm, scaler, world)
+        carry = make_window(config, self.estimators, optimizer, offload, memory_limit, self._device)
+        scoring = (self.params, self.estimators, validator, max_norm, scaler, world, carry)
         self._steppers = [Stepper(o, Scorer(model, o, *scoring)) for o in together]
         for stepper in self._steppers:
             stepper.score(self.params)
@@ -100,7 +102,7 @@ class Run(BeginEnd, Summary, RunTables):
         self._capture.on_empty = self._empty.ended
         self._capture.provenance.held = held_by(optimizer)
         self.tally = Tally()
-        self._entries = EntryQueue(ledger, self.tally, self._on_result)
+        self._entries = EntryQueue(ledger, self.tally, self._on_result, carry)
         self._id_type: type | None = None
         self._check: Check | None = None
         self._hooks = Hooks(model, self._steppers, self._on_step, self._after_step)
@@ -187,6 +189,11 @@ class Run(BeginEnd, Summary, RunTables):
         gradients come from copies of the model that see one row each. The verdict is printed;
         the returned object holds the numbers.
         """
+        if self.estimators[0].kind == CARRY:
+            raise ValueError(
+                "check() compares one step, and 'carry' credits an example for many: name an "
+                "estimator of one step first, as estimator=['secant', 'carry']"
+            )
         self._check = Check(permutations=permutations)
         return self._check
 
@@ -200,7 +207,7 @@ class Run(BeginEnd, Summary, RunTables):
             self._drop_open_batch()
             for stepper in self._steppers:
                 self._give_up_step(stepper, refuse=False)
-            self._entries.settle()
+            self._entries.finish()
             self._forget(*self._steppers)
             self._capture.close()
             self._validator.close()
@@ -221,42 +228,6 @@ class Run(BeginEnd, Summary, RunTables):
         """One row per parameter: is it scored, through which operations, in which form."""
         others = self._left_out | self._unscored.outside
         return coverage_table(self.params, others, self._capture.keeper.coverage)
-
-    def state_dict(self) -> dict[str, Any]:
-        """For the user's checkpoint: where the run stands. Everything recorded is safe first.
-
-        Raises LedgerError if records could not be written; training itself goes on without.
-        """
-        ledger = self._settled()
-        ledger.flush()
-        return {
-            "step": self.step,
-            "unwatched": self.unwatched,
-            "next_audit": [stepper.next_audit for stepper in self._steppers],
-            "validation": self._validator.state_dict(),
-            "ledger": ledger.state_dict(),
-            "rank": self.world.rank,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint; what was recorded after it is forgotten."""
-        wanted = ("step", "unwatched", "next_audit", "validation", "ledger")
-        if missing := [key for key in wanted if key not in state]:
-            raise LedgerError(
-                f"this is not what run.state_dict() returned: it has no {missing[0]!r}. Keep that "
-                "under a key of its own in the checkpoint and pass it here as it was"
-            )
-        self._settled().load_state_dict(of_this_rank(self.world, state))  # not another run's
-        self._ledger.truncate(state["step"])
-        self._forget(*self._steppers)
-        self.step, self.unwatched = state["step"], state["unwatched"]
-        audits = state["next_audit"]
-        for i, stepper in enumerate(self._steppers):
-            stepper.taking = None
-            known = audits if isinstance(audits, list) else [audits]  # saved before several could
-            stepper.next_audit = known[min(i, len(known) - 1)]
-        self._validator.load_state_dict(state["validation"])
-        self._loaded = True
 
     # One step
 

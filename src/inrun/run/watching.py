@@ -13,6 +13,7 @@ from inrun.gradients import Form
 from inrun.ranks.world import World
 from inrun.ranks.world import unwrapped as inner_model
 from inrun.run.bookkeeping import Config
+from inrun.run.carrying import check_carry
 from inrun.run.coverage import scored_parameters
 from inrun.run.recording import make_ledger
 from inrun.run.refusals import (
@@ -53,6 +54,7 @@ def watch(
     seed: int = 0,
     step_together: bool = True,
     process_group: Any = None,
+    window: int | None = None,
 ) -> Run:
     """Watch a training loop: what does each example do to the validation loss?
 
@@ -71,7 +73,8 @@ def watch(
         overwrite: start again in such a folder; what it holds is forgotten at the first step.
         estimator: "secant" (values add up), "shapley" (the same, and right in the first steps,
             where it costs more: docs/accuracy.md), "tangent" (Theorem 4.2 of the paper), "sgd"
-            (ignores the optimizer), or several; a point of its own after a plus: "secant+gauss2".
+            (ignores the optimizer), "carry" (also what momentum carries into later steps; see
+            ``window``), or several; a point of its own after a plus: "secant+gauss2".
         point: where the validation gradient is taken: "midpoint", "current" or "gauss2" (two
             points, twice the cost); None is midpoint for secant and current for the others.
         training: "bitwise" leaves the training as it is without inrun, bit for bit; "fast" forms
@@ -89,7 +92,8 @@ def watch(
         chunk: rows of a validation batch to process at a time (right for losses that are means
             over rows); chosen by itself when a GPU runs out of memory.
         offload: keep what is captured in host memory until the step.
-        memory_limit: bytes the captures of one step may take; by default what is free.
+        memory_limit: bytes the captures of one step may take (of all that "carry" keeps); by
+            default what is free.
         max_norm: the norm gradients are clipped to, if they are; otherwise it is recognised, at
             the latest from the second clipped step on (docs/method.md).
         scaler: the ``GradScaler``, needed only if gradients are also clipped by norm; that of a
@@ -104,6 +108,9 @@ def watch(
             on the order in which the optimizers step.
         process_group: the processes over which the loop averages the gradients by itself, inside
             ``run.batch``; with ``DistributedDataParallel`` it is found (docs/distributed.md).
+        window: for "carry": how many steps a batch is followed. Captures are kept so long, and a
+            step enters the tables when its window is over or the run is closed. By default until
+            less than 1 % of a gradient is left in the momentum (44 steps for 0.9).
 
     Returns:
         A :class:`Run`, also a context manager that closes itself.
@@ -114,11 +121,12 @@ def watch(
     patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     config = Config(
         check_estimators(estimator, point), point, training, audit_every, per_step, every,
-        batch_dim, patterns, form, seed, step_together,
+        batch_dim, patterns, form, seed, step_together, window,
     )  # fmt: skip
     check_model(model)  # refuse before anything is made on disk
     watched = check_optimizers(optimizer, model, step_together, every)
     world, model = World.of(model, process_group), inner_model(model)
+    check_carry(config, watched, world)
     scored_parameters(model, watched, patterns)
     validator = Validator(model, data, loss, per_step, chunk, seed, batch_dim, world)
     ledger = make_ledger(world, out, config, list(data), overwrite)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inrun.capture.micro_batch import MicroBatch
 from inrun.errors import CaptureError, ValidationError
-from inrun.exact.check import Check, gradient_errors, nobodys, per_example, without
+from inrun.exact.check import Check, compare, gradient_errors, nobodys, per_example, without
 from inrun.exact.repeat import verified_rows
 from inrun.ranks.world import World
 from inrun.scoring.agreed import OTHER_DIRECTION, SAME_EVERYWHERE, Agreed, agreed
@@ -19,7 +19,8 @@ from inrun.scoring.conclude import Columns, Conclusion
 from inrun.tensors.autocast import no_autocast
 
 if TYPE_CHECKING:
-    from inrun.scoring.scorer import Step
+    from inrun.scoring.clipping import Clipping
+    from inrun.scoring.scorer import Scorer, Step
 
 
 def refuse_unseen(world: World, names: Sequence[str], micros: Sequence[MicroBatch]) -> None:
@@ -60,6 +61,24 @@ def refuse_sums(
         off = [k for k, e in errors.items() if e > step.tolerance]
     where = f". Parameters concerned: {', '.join(off[:5]) or 'unknown'}."
     raise CaptureError(conclusion.message + where)
+
+
+def check_step(
+    scorer: Scorer, check: Check, step: Step, ids: np.ndarray, values: np.ndarray,
+    clipping: Clipping,
+) -> None:  # fmt: skip
+    """Fill in ``check``: the values of the first estimator beside exact Shapley values."""
+    check.step, check.estimator = step.number, scorer.estimators[0].name
+    ids, values, rows, nobody = gathered(
+        scorer.world, check, scorer.model, scorer.params, step.micros, step.G, step.tolerance,
+        ids, values,
+    )  # fmt: skip
+    compare(
+        check, ids, values.mean(0), rows, nobody,
+        scorer.params, scorer.model, scorer.optimizer,
+        lambda: float(np.mean(scorer.validator.losses())), clipping.function(),
+        say=scorer.world.rank == 0,
+    )  # fmt: skip
 
 
 def gathered(

@@ -9,17 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
 from inrun.optimizers.base import LinearMap, Rule
 from inrun.optimizers.common import Options, Scalar, State, learning_rate, sign
 
-# Where on the path w_∅ → w_B (0 → 1) the gradient is taken; None is w_t, before the step.
-POINTS: dict[str, tuple[float | None, ...]] = {
+# Where on the path w_∅ → w_B (0 → 1) a gradient is taken; None is w_t, before the step, and
+# "halfway" lies between w_t and w_B, in the middle of the whole step.
+Place: TypeAlias = float | Literal["halfway"] | None
+POINTS: dict[str, tuple[Place, ...]] = {
     "current": (None,),
     "midpoint": (0.5,),
     "gauss2": (0.5 - math.sqrt(3) / 6, 0.5 + math.sqrt(3) / 6),
+    "halfway": ("halfway",),
 }
 
 
@@ -47,7 +51,9 @@ MAPS = {
     "secant": Map("midpoint", of_rule=Rule.secant, splits_clipping=True),
     "tangent": Map("current", of_rule=Rule.tangent),
     "sgd": Map("current", factor=lambda o: learning_rate(o) * sign(o)),
+    "carry": Map("halfway", of_rule=Rule.carried),
 }
+CARRY = "carry"  # its values are complete only when momentum has forgotten the batch (carry.py)
 
 
 # Estimators that sample coalitions while the update map bends (coalitions.py): the map they use.
@@ -72,7 +78,13 @@ class Estimator:
         if kind not in MAPS:
             known = ", ".join([*SAMPLED, *MAPS])
             raise ValueError(f"estimator {text!r} is not known: use {known}")
-        point = own or point or MAPS[kind].default_point
+        usual = MAPS[kind].default_point
+        point = own or (usual if kind == CARRY else point or usual)
         if point not in POINTS:
             raise ValueError(f"point {point!r} is not known: use {', '.join(POINTS)}")
+        if (kind == CARRY) != (point == MAPS[CARRY].default_point):
+            raise ValueError(
+                f"estimator {text!r}: {CARRY!r} takes the gradient halfway between the weights "
+                "before and after the step, and no other estimator does. Leave the point out"
+            )
         return Estimator(text, kind, point, name in SAMPLED)

@@ -31,14 +31,15 @@ from torch import Tensor, nn
 
 from inrun.capture.aside import CHANGED as ASIDE
 from inrun.capture.micro_batch import MicroBatch
-from inrun.exact.check import Check, compare
+from inrun.exact.check import Check
 from inrun.ledger.entries import Audit
 from inrun.optimizers import rule_for
 from inrun.optimizers.base import LinearMap, has_own_rule
 from inrun.optimizers.joint import Optimizers, members_of
 from inrun.ranks.world import ALONE, World
 from inrun.scoring.agreed import agreed
-from inrun.scoring.checking import gathered, refuse_sums, refuse_unseen
+from inrun.scoring.carry import Window
+from inrun.scoring.checking import check_step, refuse_sums, refuse_unseen
 from inrun.scoring.clipping import Clipping, ClippingWatch, Unrecognised
 from inrun.scoring.coalitions import Sampling
 from inrun.scoring.conclude import (
@@ -52,7 +53,7 @@ from inrun.scoring.conclude import (
     best,
 )
 from inrun.scoring.contraction import cancelling, components, contract, group_values, unless
-from inrun.scoring.estimators import MAPS, POINTS, Estimator
+from inrun.scoring.estimators import MAPS, POINTS, Estimator, Place
 from inrun.scoring.moved import Moved
 from inrun.scoring.path import Path, PathBuffers, missed
 from inrun.scoring.received import (
@@ -113,8 +114,9 @@ class Scorer:
         max_norm: float | None,
         scaler: Any,
         world: World = ALONE,
+        carry: Window | None = None,
     ) -> None:
-        self.world = world
+        self.world, self.carry = world, carry
         self.model, self.optimizer, self.params = model, optimizer, params
         self.rules = [(o, rule_for(o)) for o in members_of(optimizer)]
         kinds = [type(o) for o, _ in self.rules]  # one may have the rule of its base class
@@ -168,11 +170,13 @@ class Scorer:
                 refuse_sums(self.world, self.conclusion, self.params, step, numbers, columns)
             if check is not None:
                 own = best(numbers["values"], numbers.get("sampled"))[0]
-                self._check(check, step, ids, columns.on_host(own), clipping)
+                check_step(self, check, step, ids, columns.on_host(own), clipping)
             if audit:
                 for point in (None, 0.0):
                     with path.weights(point):
                         measured.append(np.array(self.validator.losses()))
+        if self.carry is not None:
+            self.carry.keep(step, columns, self.rules)
         wait = not losses.is_cuda or all_coordinates or check is not None
         return Begun(
             number, numbers, step.tolerance, prediction, step.flags, measured, columns, wait
@@ -181,6 +185,8 @@ class Scorer:
     def finish(self, begun: Begun) -> StepResult | Pending:
         """Stages 6 and 7: the result, or one whose values are still on the device."""
         audit = None
+        if self.carry is not None:
+            self.carry.taken(self.rules, self.params)
         if begun.losses:  # U(B) at the weights that are really there
             with self.validator.evaluating():
                 losses = [*begun.losses, np.array(self.validator.losses())]
@@ -331,6 +337,8 @@ class Scorer:
         by_point: dict[str, list[int]] = {}
         for e, estimator in enumerate(self.estimators):
             by_point.setdefault(estimator.point, []).append(e)
+        if self.carry is not None:
+            self.carry.begin(numbers)
         for group in self.validator.groups(step.params, step.audit):
             at = self._gradients(group, path, step.params)
             qs = slice(group[0], group[-1] + 1)
@@ -348,6 +356,9 @@ class Scorer:
                         C = clipping if splits else step.clipping
                         values[e, qs] = C.apply(self.world.averaged(inner), sums, aligned)
                         numbers["expected"][e, qs] = sums * C.common
+                if self.carry is not None:
+                    at_halfway, own = at["halfway"], maps[self.carry.e]
+                    self.carry.note(qs, at_halfway, own, step, path, numbers)
             if self._sampling.wanted(list(step.G), step.micros, step.audit):
                 names = dict(zip(step.places, step.G, strict=True))
                 self._sampling.fill(
@@ -358,9 +369,9 @@ class Scorer:
 
     def _gradients(
         self, group: Sequence[int], path: Path, params: Mapping[str, Tensor]
-    ) -> dict[float | None, Gradients]:
+    ) -> dict[Place, Gradients]:
         """The gradients of a group of targets at each point that some estimator needs."""
-        gradients: dict[float | None, Gradients] = {}
+        gradients: dict[Place, Gradients] = {}
         points = list(dict.fromkeys(x for e in self.estimators for x in POINTS[e.point]))
         for x in points:
             with path.weights(x), stage("validation"):
@@ -377,21 +388,3 @@ class Scorer:
         clipping = step.clipping.spread(list(G.values()), float(energy))
         along, size = contract({k: Direction(g[None]) for k, g in G.items()}, G, micros)
         return clipping, self.world.averaged(along) / size
-
-    # Checks
-
-    def _check(
-        self, check: Check, step: Step, ids: np.ndarray, values: np.ndarray, clipping: Clipping
-    ) -> None:
-        """Fill in ``check``: the values of the first estimator beside exact Shapley values."""
-        check.step, check.estimator = step.number, self.estimators[0].name
-        ids, values, rows, nobody = gathered(
-            self.world, check, self.model, self.params, step.micros, step.G, step.tolerance,
-            ids, values,
-        )  # fmt: skip
-        compare(
-            check, ids, values.mean(0), rows, nobody,
-            self.params, self.model, self.optimizer,
-            lambda: float(np.mean(self.validator.losses())), clipping.function(),
-            say=self.world.rank == 0,
-        )  # fmt: skip
