@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from inrun.ledger.saved import SavedRun
-from inrun.ledger.tables import audit_summary
+from inrun.ledger.tables import audit_summary, carry_summary
 
 
 def facts_of(saved: SavedRun, estimator: str | None = None) -> dict[str, Any]:
@@ -34,6 +34,7 @@ def collect(
         "coverage": coverage.get("share") if isinstance(coverage, dict) else None,
         "bytes": saved.bytes,
         **audit_summary(steps),
+        "carry": carry_summary(steps),
     }
 
 
@@ -49,7 +50,9 @@ def describe(f: dict[str, Any]) -> dict[str, str]:
         "estimators": ", ".join(f["estimators"]),
         "sum of values": f"{f['sum_of_values']:.4g} ({f['estimator']})",
     }
-    if f["audited"]:
+    if f["carry"]:
+        text |= _carried(f)
+    elif f["audited"]:
         text |= {
             "explained": f"{f['explained']:.1%} of the batch share",
             "batch share": f"{f['batch_share']:.4g} over {f['audited']:,} audited steps",
@@ -62,6 +65,27 @@ def describe(f: dict[str, Any]) -> dict[str, str]:
     if f["coverage"] is not None:
         text["coverage"] = f"{f['coverage']:.1%} of the parameters scored"
     return text
+
+
+def _carried(f: dict[str, Any]) -> dict[str, str]:
+    """Does everything add up, where momentum is credited, too?"""
+    c = f["carry"]
+    text = {
+        "loss drop": f"{c['drop']:.4g} along all steps",
+        "credited": f"{c['credited']:.4g} to examples ({_of(c['credited'], c['drop'])})",
+        "decay": f"{c['decay']:.4g}, decoupled weight decay",
+        "older": f"{c['older']:.4g}, credited to nobody: older than the window",
+    }
+    if c["nobody"]:
+        text["nobody's part"] = f"{c['nobody']:.4g}"
+    if f["audited"]:
+        text["explained"] = f"{f['explained']:.1%} of the drop measured in {f['audited']:,} steps"
+        text["residual"] = f"{f['residual']:.4g}"
+    return text
+
+
+def _of(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "of nothing"
 
 
 def _nobody(f: dict[str, Any]) -> dict[str, str]:
@@ -82,7 +106,24 @@ def cards(f: dict[str, Any]) -> list[dict[str, str]]:
         {"name": "Examples", "value": f"{f['examples']:,}", "note": never},
         {"name": "Steps", "value": f"{f['steps']:,}", "note": ", ".join(steps)},
     ]
-    if f["audited"]:
+    if c := f["carry"]:
+        found += [
+            {
+                "name": "Credited",
+                "value": _of(c["credited"], c["drop"]),
+                "note": f"of the loss drop of {c['drop']:.3g} is in the values, momentum included",
+            },
+            {"name": "Decay", "value": f"{c['decay']:.3g}", "note": "weight decay's part"},
+            {
+                "name": "Older",
+                "value": f"{c['older']:.3g}",
+                "note": "older than the window, nobody's",
+            },
+        ]
+        if f["audited"]:
+            note = f"of the drop measured in {f['audited']:,} steps is in the sum"
+            found.append({"name": "Explained", "value": f"{f['explained']:.1%}", "note": note})
+    elif f["audited"]:
         whole, rest = "taken off the loss by the batches", "credited to nobody"
         if min(f["batch_share"], f["momentum_share"]) >= 0 < drop:  # parts of one whole
             whole = f"{f['batch_share'] / drop:.0%} of the loss change"
