@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from inrun.run.watching import watch
     from inrun.tensors.follow import register_layout
     from inrun.tensors.layout import Layout
+    from inrun.validation.steady import halves
     from inrun.validation.targets import by_label
 
 __version__: str  # looked up when it is first asked for
@@ -36,6 +37,7 @@ _PLACES = {
     "ValidationError": "errors",
     "by_label": "validation.targets",
     "carry_ids": "ids",
+    "halves": "validation.steady",
     "log": "run.logging",
     "register_function": "capture.mode",
     "register_layout": "tensors.follow",
@@ -94,6 +96,7 @@ __all__ = [
     "__version__",
     "by_label",
     "carry_ids",
+    "halves",
     "integrations",
     "log",
     "open",

@@ -35,6 +35,7 @@ STEP_COLUMNS = (
     "step", "lr", "examples", "sum", "nobody", "loss", "batch_share", "momentum_share",
     "residual", "explained", "drop", "decay", "missed", "void",
 )  # fmt: skip
+HALVES = ("half 1", "half 2")  # targets, or ends of their names, that ``inrun.halves`` makes
 RESERVED = ("step", "id", "value", "steps", "scored", "weight", "harm")
 # scan(estimator, targets, rows): record batches of at most so many rows, with the columns step, id,
 # weight (null where the step was not scored) and the values of these targets, unweighted.

@@ -83,6 +83,7 @@ def _about(saved: SavedRun, facts: dict[str, Any]) -> list[str]:
         *(str(n) for n in names if n),
         f"{facts['estimator']} values",
         f"{Q} target{'s' if Q > 1 else ''}",
+        *([str(facts["validation"])] if facts["validation"] else []),
         str(info.get("created", ""))[:10],
     ]
 

@@ -8,6 +8,7 @@ import pandas as pd
 
 from inrun.ledger.saved import SavedRun
 from inrun.ledger.tables import audit_summary, carry_summary
+from inrun.report.noise import in_words, noise
 
 
 def facts_of(saved: SavedRun, estimator: str | None = None) -> dict[str, Any]:
@@ -35,6 +36,7 @@ def collect(
         "bytes": saved.bytes,
         **audit_summary(steps),
         "carry": carry_summary(steps),
+        **noise(saved.targets, values, saved.info.get("validation")),
     }
 
 
@@ -62,6 +64,9 @@ def describe(f: dict[str, Any]) -> dict[str, str]:
         }
     else:
         text["explained"] = "not audited (audit_every)"
+    if f["validation"] is not None:
+        text["validation"] = f["validation"]
+    text["steadiness"] = in_words(f)
     if f["coverage"] is not None:
         text["coverage"] = f"{f['coverage']:.1%} of the parameters scored"
     return text
@@ -142,6 +147,14 @@ def cards(f: dict[str, Any]) -> list[dict[str, str]]:
         ]
     else:
         found.append({"name": "Explained", "value": "–", "note": "no audited steps on record"})
+    steady = f["steadiness"]
+    found.append(
+        {
+            "name": "Steadiness",
+            "value": "–" if steady is None else f"{steady:.2f}",
+            "note": in_words(f) if steady is None else "of the rankings, from halves of validation",
+        }
+    )
     if f["coverage"] is not None:
         found.append(
             {

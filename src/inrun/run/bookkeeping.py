@@ -31,7 +31,7 @@ class Config:
     point: str | None
     training: str
     audit_every: int
-    per_step: int
+    per_step: int | str | None
     every: int
     batch_dim: int
     ignore: tuple[str, ...]
@@ -39,12 +39,15 @@ class Config:
     seed: int
     step_together: bool = True  # with several optimizers: their steps make one step
     window: int | None = None  # of "carry": steps for which a batch is followed
+    smooth: float = 0.0  # running mean of the validation gradient
 
     def saved(self) -> dict[str, Any]:
-        """For run.json; a run without a window is described as before there could be one."""
+        """For run.json; a run without a window or smoothing is described as before there were."""
         found = asdict(self)
         if self.window is None:
             del found["window"]
+        if not self.smooth:
+            del found["smooth"]
         return found
 
     def scores(self, step: int) -> bool:

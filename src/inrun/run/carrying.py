@@ -32,6 +32,8 @@ def check_carry(config: Config, optimizer: Optimizers, world: World) -> None:
     why = None
     if config.every > 1:
         why = f"every={config.every} leaves steps out, whose momentum it must follow: pass every=1"
+    elif config.smooth:
+        why = "smooth= mixes validation gradients, and nothing would add up: leave it out"
     elif not world.alone:
         why = "it follows one process only: the momentum of all ranks holds their examples, too"
     elif not config.step_together and len(members_of(optimizer)) > 1:

@@ -194,6 +194,8 @@ class Run(BeginEnd, Checkpoints, Summary, RunTables):
                 "check() compares one step, and 'carry' credits an example for many: name an "
                 "estimator of one step first, as estimator=['secant', 'carry']"
             )
+        if self.config.smooth:
+            raise ValueError("check() compares one step, and smooth= mixes many: leave that out")
         self._check = Check(permutations=permutations)
         return self._check
 
@@ -327,7 +329,8 @@ class Run(BeginEnd, Checkpoints, Summary, RunTables):
             return
         claim(self.world, self._ledger, self._loaded, self._overwrite)
         share_coverage(self.world, self._capture.keeper.coverage)
-        self._ledger.update_info(**describe(self.model, self.optimizer, self.coverage()))
+        found = describe(self.model, self.optimizer, self.coverage())
+        self._ledger.update_info(**found, validation=self._validator.described)
         self._described = True
 
     # Bookkeeping

@@ -41,7 +41,7 @@ def watch(
     point: str | None = None,
     training: Literal["bitwise", "fast"] = "bitwise",
     audit_every: int = 50,
-    per_step: int = 1,
+    per_step: int | Literal["all"] | None = None,
     every: int = 1,
     ignore: str | Sequence[str] = (),
     batch_dim: int = 0,
@@ -55,6 +55,7 @@ def watch(
     step_together: bool = True,
     process_group: Any = None,
     window: int | None = None,
+    smooth: float = 0.0,
 ) -> Run:
     """Watch a training loop: what does each example do to the validation loss?
 
@@ -64,8 +65,9 @@ def watch(
             (docs/optimizers.md). What ``accelerator.prepare`` returns is taken, too. Several in a
             list, ``[muon, adamw]``: see ``step_together``.
         validation: a loader or list of batches; the loss on them is what examples are valued by.
-            It is cycled, ``per_step`` batches at each step, in its own order. A dataset of rows
-            (torch's, Hugging Face's) is taken in batches of 32, if its rows need no padding.
+            A small set is used whole at every step, a large one in turn: see ``per_step``. A
+            dataset of rows (torch's, Hugging Face's) is taken in batches of 32, if its rows need no
+            padding.
         targets: several of them by name, instead of ``validation``. See :func:`inrun.by_label`.
         loss: ``loss(model, batch) -> scalar``; by default ``model(**batch).loss``.
         out: a folder for the ledger; None keeps it in memory. A folder that holds an earlier run
@@ -82,7 +84,10 @@ def watch(
             compiled by ``torch.compile`` is the same up to rounding in any case.
         audit_every: every ``audit_every`` steps, measure the validation losses before the step,
             after it without the batch and after it with the batch; 0 never.
-        per_step: validation batches per step and target; their losses are averaged.
+        per_step: validation batches per step and target; their losses are averaged. "all" uses the
+            whole set, which makes values far less noisy and costs a pass for each batch. None: the
+            whole set if it has at most 4 batches, otherwise one batch, in turn, in the loader's
+            own order. ``run.json`` and the report say which.
         every: score each step with probability 1/every and weight its values by ``every``.
         ignore: parameters to leave out: names as ``run.coverage()`` shows them, or patterns such as
             ``"encoder.*"``. One that matches nothing is refused.
@@ -111,24 +116,27 @@ def watch(
         window: for "carry": how many steps a batch is followed. Captures are kept so long, and a
             step enters the tables when its window is over or the run is closed. By default until
             less than 1 % of a gradient is left in the momentum (44 steps for 0.9).
+        smooth: where each step sees a part of the validation set, value examples by a running mean
+            of the validation gradient: ``smooth=0.9`` keeps 90 % of it at each step. Rankings are
+            less noisy; the values of a step no longer add up to its batch share.
 
     Returns:
         A :class:`Run`, also a context manager that closes itself.
     """
     optimizer, scaler = unwrapped(optimizer, scaler)
     data = named_targets(validation, targets)
-    check_choices(training, form, per_step, every)
+    check_choices(training, form, per_step, every, smooth)
     patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     config = Config(
         check_estimators(estimator, point), point, training, audit_every, per_step, every,
-        batch_dim, patterns, form, seed, step_together, window,
+        batch_dim, patterns, form, seed, step_together, window, smooth,
     )  # fmt: skip
     check_model(model)  # refuse before anything is made on disk
     watched = check_optimizers(optimizer, model, step_together, every)
     world, model = World.of(model, process_group), inner_model(model)
     check_carry(config, watched, world)
     scored_parameters(model, watched, patterns)
-    validator = Validator(model, data, loss, per_step, chunk, seed, batch_dim, world)
+    validator = Validator(model, data, loss, per_step, chunk, seed, batch_dim, world, smooth)
     ledger = make_ledger(world, out, config, list(data), overwrite)
     try:
         return Run(

@@ -375,7 +375,8 @@ class Scorer:
         points = list(dict.fromkeys(x for e in self.estimators for x in POINTS[e.point]))
         for x in points:
             with path.weights(x), stage("validation"):
-                gradients[x] = self.validator.gradients(group, params, len(points) > 1)
+                found = self.validator.gradients(group, params, len(points) > 1)
+                gradients[x] = self.validator.smoothed(x, group, found, params)
         return gradients
 
     def _split_clipping(self, step: Step) -> tuple[Clipping, Tensor | None]:
