@@ -101,66 +101,60 @@ def _nobody(f: dict[str, Any]) -> dict[str, str]:
 def cards(f: dict[str, Any]) -> list[dict[str, str]]:
     """The report's headline: name, number, note."""
     never = f"{f['never_scored']:,} never scored" if f["never_scored"] else "all of them scored"
-    drop = f["batch_share"] + f["momentum_share"]
     steps = [f"{f['scored_steps']:,} scored"]
     if f["void_steps"]:
         steps.append(f"{f['void_steps']:,} void")
     if f["audited"]:
         steps.append(f"{f['audited']:,} audited")
     found = [
-        {"name": "Examples", "value": f"{f['examples']:,}", "note": never},
-        {"name": "Steps", "value": f"{f['steps']:,}", "note": ", ".join(steps)},
+        _card("Examples", f"{f['examples']:,}", never),
+        _card("Steps", f"{f['steps']:,}", ", ".join(steps)),
     ]
-    if c := f["carry"]:
-        found += [
-            {
-                "name": "Credited",
-                "value": _of(c["credited"], c["drop"]),
-                "note": f"of the loss drop of {c['drop']:.3g} is in the values, momentum included",
-            },
-            {"name": "Decay", "value": f"{c['decay']:.3g}", "note": "weight decay's part"},
-            {
-                "name": "Older",
-                "value": f"{c['older']:.3g}",
-                "note": "older than the window, nobody's",
-            },
-        ]
-        if f["audited"]:
-            note = f"of the drop measured in {f['audited']:,} steps is in the sum"
-            found.append({"name": "Explained", "value": f"{f['explained']:.1%}", "note": note})
+    if f["carry"]:
+        found += _carry_cards(f)
     elif f["audited"]:
-        whole, rest = "taken off the loss by the batches", "credited to nobody"
-        if min(f["batch_share"], f["momentum_share"]) >= 0 < drop:  # parts of one whole
-            whole = f"{f['batch_share'] / drop:.0%} of the loss change"
-            rest = f"{f['momentum_share'] / drop:.0%}, credited to nobody"
-        elif f["momentum_share"] < 0:
-            rest = "given back, credited to nobody"
-        found += [
-            {
-                "name": "Explained",
-                "value": f"{f['explained']:.1%}",
-                "note": "of the batch share is in the values"
-                + (" and nobody's part" if f["nobody"] else ""),
-            },
-            {"name": "Batch share", "value": f"{f['batch_share']:.3g}", "note": whole},
-            {"name": "Momentum share", "value": f"{f['momentum_share']:.3g}", "note": rest},
-        ]
+        found += _audit_cards(f)
     else:
-        found.append({"name": "Explained", "value": "–", "note": "no audited steps on record"})
+        found.append(_card("Explained", "–", "no audited steps on record"))
     steady = f["steadiness"]
-    found.append(
-        {
-            "name": "Steadiness",
-            "value": "–" if steady is None else f"{steady:.2f}",
-            "note": in_words(f) if steady is None else "of the rankings, from halves of validation",
-        }
-    )
+    note = in_words(f) if steady is None else "of the rankings, from halves of the validation set"
+    found.append(_card("Steadiness", "–" if steady is None else f"{steady:.2f}", note))
     if f["coverage"] is not None:
-        found.append(
-            {
-                "name": "Coverage",
-                "value": f"{f['coverage']:.1%}",
-                "note": "of the parameters scored",
-            }
-        )
+        found.append(_card("Coverage", f"{f['coverage']:.1%}", "of the parameters scored"))
     return found
+
+
+def _card(name: str, value: str, note: str) -> dict[str, str]:
+    return {"name": name, "value": value, "note": note}
+
+
+def _carry_cards(f: dict[str, Any]) -> list[dict[str, str]]:
+    """Where the loss drop went, momentum included."""
+    c = f["carry"]
+    what = f"of the loss drop of {c['drop']:.3g} is in the values, momentum included"
+    found = [
+        _card("Credited", _of(c["credited"], c["drop"]), what),
+        _card("Decay", f"{c['decay']:.3g}", "weight decay's part"),
+        _card("Older", f"{c['older']:.3g}", "older than the window, credited to nobody"),
+    ]
+    if f["audited"]:
+        note = f"of the drop measured in {f['audited']:,} steps is in the sum"
+        found.append(_card("Explained", f"{f['explained']:.1%}", note))
+    return found
+
+
+def _audit_cards(f: dict[str, Any]) -> list[dict[str, str]]:
+    """What the batches of the audited steps did, and what momentum did."""
+    drop = f["batch_share"] + f["momentum_share"]
+    whole, rest = "taken off the loss by the batches", "credited to nobody"
+    if min(f["batch_share"], f["momentum_share"]) >= 0 < drop:  # parts of one whole
+        whole = f"{f['batch_share'] / drop:.0%} of the loss change"
+        rest = f"{f['momentum_share'] / drop:.0%}, credited to nobody"
+    elif f["momentum_share"] < 0:
+        rest = "given back, credited to nobody"
+    in_values = "of the batch share is in the values" + (" and nobody's part" * bool(f["nobody"]))
+    return [
+        _card("Explained", f"{f['explained']:.1%}", in_values),
+        _card("Batch share", f"{f['batch_share']:.3g}", whole),
+        _card("Momentum share", f"{f['momentum_share']:.3g}", rest),
+    ]

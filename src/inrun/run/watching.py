@@ -138,11 +138,9 @@ def watch(
     scored_parameters(model, watched, patterns)
     validator = Validator(model, data, loss, per_step, chunk, seed, batch_dim, world, smooth)
     ledger = make_ledger(world, out, config, list(data), overwrite)
+    others = (offload, memory_limit, max_norm, scaler, overwrite, world)
     try:
-        return Run(
-            model, watched, config, validator, ledger, offload, memory_limit, max_norm, scaler,
-            overwrite, world,
-        )  # fmt: skip
+        return Run(model, watched, config, validator, ledger, *others)
     except BaseException:
         ledger.close()
         raise
