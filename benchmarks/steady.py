@@ -2,8 +2,8 @@
 
     python benchmarks/steady.py [--seeds N] [--out FILE.json]
 
-scikit-learn's digits with 10 % flipped labels, a small MLP, AdamW, ten epochs. The same examples are
-ranked by several runs with other seeds (weights, order of the batches, order of the validation
+scikit-learn's digits with 10 % flipped labels, a small MLP, AdamW, ten epochs. The same examples
+are ranked by several runs with other seeds (weights, order of the batches, order of the validation
 rows); agreement is the mean Spearman correlation over pairs of runs. Beside it: processor time of a
 step, and what the halves of the validation set within one run say (``inrun.halves``).
 """

@@ -13,6 +13,8 @@ from torch import nn
 import inrun
 from helpers.library_optimizers import PLAIN
 from inrun.ledger.tables import carry_summary
+from inrun.report.data import payload
+from inrun.report.facts import describe, facts_of
 from inrun.scoring.carry import window_steps
 
 STEPS, B, ALL = 12, 4, 1000
@@ -565,3 +567,37 @@ def test_memory_is_said_and_refused(caplog):
     assert "carry keeps what was captured in 5 steps, about" in caplog.text
     with pytest.raises(MemoryError, match=r"in 55 steps .*LoRA.*ignore=.*smaller window="):
         watched(CASES["adamw"][0], window=None, memory_limit=50_000)
+
+
+def test_the_report_says_whether_everything_adds_up(tmp_path):
+    watched(CASES["adamw"][0], out=tmp_path / "a", audit_every=3, estimator=["secant", "carry"])
+    saved = inrun.open(tmp_path / "a")
+    text = describe(facts_of(saved, "carry"))
+    assert text["credited"].endswith("%)") and text["explained"].endswith("measured in 4 steps")
+    assert {"loss drop", "decay", "older", "residual"} <= text.keys()
+    assert "batch share" not in text and "batch share" in describe(facts_of(saved, "secant"))
+    page = payload(saved, estimator="carry")
+    assert [c["name"] for c in page["cards"]][2:6] == ["Credited", "Decay", "Older", "Explained"]
+    drop = saved.steps("carry")["drop"][::3].sum()
+    assert page["audit"]["drop"][-1] == pytest.approx(drop, rel=1e-4)
+    assert page["audit"]["whole"][-1] == pytest.approx(drop, rel=0.05)
+    assert "sum" not in page["audit"] and "whole" not in payload(saved)["audit"]
+
+
+def test_clipping_by_value():
+    """Each coordinate has its own factor, that of its own step."""
+    model = model_()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0)
+    run = inrun.watch(
+        model, optimizer, validation=VALIDATION, loss=loss_of, estimator="carry", window=ALL
+    )
+    for t, ids in enumerate(batches()):
+        with run.batch(list(range(t * B, (t + 1) * B))):
+            loss_of(model, (X[ids], Y[ids])).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.02)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    assert run.steps()["void"].isna().all()
+    whole = carry_summary(run.steps("carry"))
+    assert whole["credited"] == pytest.approx(whole["drop"], rel=1e-9)
