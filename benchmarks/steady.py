@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
@@ -34,6 +35,7 @@ from inrun.report.metrics import spearman
 from inrun.report.noise import noise
 
 EPOCHS, BATCH, LR = 10, 64, 1e-3
+MEANS = ("halves_agree", "steadiness")
 SKIPPED = 0.1  # of the steps: the first are another matter (benchmarks/first_steps.py)
 
 
@@ -97,9 +99,20 @@ def measure(data: Data, seeds: int) -> list[dict[str, Any]]:
                "ms_per_step": float(np.median([ms for _, ms in runs]))}  # fmt: skip
         found.append(row)
         print(row, flush=True)
-    run, ms = train(data, 0, targets=inrun.halves([data.validation]))
-    seen = noise(run.targets, run.values(), None)
-    found.append({"way": "halves of the whole set, one run", "ms_per_step": ms, **seen})
+    labels = inrun.by_label(TensorDataset(*data.validation))
+    for name, targets, options in (
+        ("halves of the whole set", inrun.halves([data.validation]), {}),
+        ("halves of each digit", inrun.halves(labels), {}),
+        ("halves of each digit, carry", inrun.halves(labels), {"estimator": "carry"}),
+    ):
+        runs = [train(data, s, targets=targets, **options)[0] for s in range(2)]
+        seen = [noise(run.targets, run.values(), None) for run in runs]
+        row = {"way": name, "agreement": spearman(*(values(run)[0] for run in runs))}
+        found.append(row | {k: float(np.mean([x[k] for x in seen])) for k in MEANS})
+        print(found[-1], flush=True)
+    other = train(data, 0, targets={"a": [data.validation], "b": [data.test]})[0].values()
+    found.append({"way": "300 rows against 497 others, one run",
+                  "agreement": spearman(other["a"], other["b"])})  # fmt: skip
     print(found[-1])
     return found
 

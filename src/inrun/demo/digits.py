@@ -131,6 +131,7 @@ def watched(
         loss=val_loss,
         out=out,
         estimator=WATCHED,
+        window=20,
         audit_every=10,
         seed=seed,
     )
