@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -227,14 +228,14 @@ def check_estimators(estimator: str | Sequence[str], point: str | None) -> tuple
     names = (estimator,) if isinstance(estimator, str) else tuple(estimator)
     if not names:
         raise ValueError("estimator=[] records nothing: name at least one, as 'secant'")
-    meaning: dict[tuple[str, str, bool], str] = {}
+    meaning: dict[Estimator, str] = {}
     for name in names:
         if not isinstance(name, str):
             raise ValueError(f"estimator {name!r} is a {type(name).__name__}: use strings")
         if name.endswith("+"):
             raise ValueError(f"estimator {name!r} names no point after the plus")
         found = Estimator.parse(name, point)
-        same = meaning.setdefault((found.kind, found.point, found.sampled), name)
+        same = meaning.setdefault(replace(found, name=""), name)
         if same is not name or names.count(name) > 1:
             raise ValueError(
                 f"the estimators {same!r} and {name!r} are the same ({found.kind} at the "

@@ -39,12 +39,14 @@ class Map:
             depends on the options of its parameter group alone.
         splits_clipping: clipping by norm treats the part of g_i along G and the part across it
             differently (clipping.py). False: both are multiplied by the same factor.
+        curvature: instead of both: the inverse of the training loss's curvature (curvature/).
     """
 
     default_point: str
     of_rule: Callable[[Rule, Tensor, Tensor, State, Options], LinearMap] | None = None
     factor: Callable[[Options], Scalar] | None = None
     splits_clipping: bool = False
+    curvature: bool = False
 
 
 MAPS = {
@@ -52,9 +54,12 @@ MAPS = {
     "tangent": Map("current", of_rule=Rule.tangent),
     "sgd": Map("current", factor=lambda o: learning_rate(o) * sign(o)),
     "carry": Map("halfway", of_rule=Rule.carried),
+    "influence": Map("midpoint", curvature=True),
 }
 CARRY = "carry"  # its values are complete only when momentum has forgotten the batch (carry.py)
 
+
+DAMPING = 0.3  # a of λ = a/τ; trials: 0.1 to 1 do equally well (docs/method.md)
 
 # Estimators that sample coalitions while the update map bends (coalitions.py): the map they use.
 SAMPLED = {"shapley": "secant"}
@@ -63,17 +68,25 @@ SAMPLED = {"shapley": "secant"}
 @dataclass(frozen=True)
 class Estimator:
     """One estimator of a run: ``kind`` is a name of ``MAPS``, ``point`` one of ``POINTS``, and
-    ``sampled`` says whether coalitions are sampled while the update map bends."""
+    ``sampled`` says whether coalitions are sampled while the update map bends. ``damping`` is a of
+    the curvature's λ = a/τ."""
 
     name: str
     kind: str
     point: str
     sampled: bool = False
+    damping: float = DAMPING
+
+    @property
+    def curvature(self) -> bool:
+        return MAPS[self.kind].curvature
 
     @staticmethod
     def parse(text: str, point: str | None) -> Estimator:
-        """``"secant"``, or with a point of its own: ``"secant+gauss2"``."""
+        """``"secant"``, or with a point of its own: ``"secant+gauss2"``; ``"influence"``, or with
+        a damping of its own: ``"influence:1"``."""
         name, _, own = text.partition("+")
+        name, _, number = name.partition(":")
         kind = SAMPLED.get(name, name)
         if kind not in MAPS:
             known = ", ".join([*SAMPLED, *MAPS])
@@ -87,4 +100,21 @@ class Estimator:
                 f"estimator {text!r}: {CARRY!r} takes the gradient halfway between the weights "
                 "before and after the step, and no other estimator does. Leave the point out"
             )
-        return Estimator(text, kind, point, name in SAMPLED)
+        damping = _damping(text, number, MAPS[kind].curvature)
+        return Estimator(text, kind, point, name in SAMPLED, damping)
+
+
+def _damping(text: str, number: str, curvature: bool) -> float:
+    """The number after the colon of an estimator's name."""
+    if not number and ":" not in text:
+        return DAMPING
+    try:
+        damping = float(number)
+    except ValueError:
+        damping = math.nan
+    if not curvature or not 0 < damping < math.inf:
+        raise ValueError(
+            f"estimator {text!r} is not known: after a colon stands the damping of influence, a "
+            'positive number, as in "influence:0.3"'
+        )
+    return damping

@@ -5,7 +5,7 @@ Before ``optimizer.step()``, ``Scorer.begin``:
 1. received: .grad must be what the batches left there, or a known function C of it (received.py,
    clipping.py);
 2. update map: the optimizer's rule gives a linear map for each parameter and estimator, and the
-   weights on the path from "without the batch" to "with it" (path.py);
+   weights on the path from "without the batch" to "with it" (path.py, maps.py);
 3. validation: losses and gradients of the targets at these weights (validation/);
 4. contraction: ⟨u, g_i⟩ of every example, u the validation gradient carried back through the update
    map and through C (contraction.py);
@@ -52,8 +52,9 @@ from inrun.scoring.conclude import (
     StepResult,
     best,
 )
-from inrun.scoring.contraction import cancelling, components, contract, group_values, unless
+from inrun.scoring.contraction import components, contract, group_values
 from inrun.scoring.estimators import MAPS, POINTS, Estimator, Place
+from inrun.scoring.maps import Maps
 from inrun.scoring.moved import Moved
 from inrun.scoring.path import Path, PathBuffers, missed
 from inrun.scoring.received import (
@@ -128,8 +129,7 @@ class Scorer:
         self._clipping = ClippingWatch(max_norm)
         self._sampling = Sampling(estimators, [rule for _, rule in self.rules], world.alone)
         self._weights_memory = PathBuffers()
-        self._candidates: set[str] = set()  # vectors that may cancel
-        self._looked_at: Any = None  # the state of the model when they were looked for
+        self.maps = Maps(estimators, validator, world)
         self._moved = Moved([])  # of the last step
         self._advice = dict(_ADVICE)
         self._compared = 0  # steps whose weights were compared on all coordinates
@@ -155,7 +155,8 @@ class Scorer:
         all_coordinates = audit or self._compared < FIRST
         path = Path(step.moved, self._weights_memory)
         prediction = predict(step.moved, path, of_sample=not all_coordinates)
-        maps = self._maps(step, path)
+        with stage("update map"):
+            maps = self.maps.of(step, path, thorough=audit or not self.conclusion.verified)
         numbers = self._numbers(step, path, sum(m.columns for m in micros))
         losses, measured = numbers["losses"], list[np.ndarray]()
         columns = Columns.of(micros)
@@ -276,38 +277,6 @@ class Scorer:
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         every = {id(p): p for p in (*self.model.parameters(), *held)}
         return [p.grad for i, p in every.items() if i not in own and p.grad is not None]
-
-    # 2. Update map
-
-    def _maps(self, step: Step, path: Path) -> list[dict[str, LinearMap]]:
-        """For each estimator, the linear map of each parameter; zero if the parameter's per-example
-        gradients cancel."""
-        cancelled = self._cancelling(step)
-        made: dict[str, dict[str, LinearMap]] = {}
-        with stage("update map"):
-            for e in self.estimators:
-                if e.kind not in made:
-                    maps = path.maps(e.kind, POINTS[e.point][0])
-                    own = {k: maps[i] for k, i in zip(step.G, step.places, strict=True)}
-                    own |= {k: unless(flag, own[k]) for k, flag in cancelled.items()}
-                    made[e.kind] = own
-        return [made[e.kind] for e in self.estimators]
-
-    def _cancelling(self, step: Step) -> dict[str, Tensor]:
-        """By parameter (1-D ones): a flag, True if its per-example gradients cancel in this step.
-        Which can cancel depends on the model, so the full scan runs only at audits and when the
-        model changes."""
-        pairs = zip(step.G.items(), step.places, strict=True)
-        G = {k: g for (k, g), i in pairs if step.moved.steps[i].rule.adaptive}
-        micros = step.micros
-        if not G:
-            return {}
-        state = list(G), [m.training for m in self.validator.modules]
-        if step.audit or not self.conclusion.verified or state != self._looked_at:
-            flags = cancelling(G, micros, None, self.world)
-            self._candidates = {k for k, x in flags.items() if bool(x)}
-            self._looked_at = state
-        return cancelling(G, micros, self._candidates, self.world) if self._candidates else {}
 
     # 3. and 4. Validation and contraction
 
