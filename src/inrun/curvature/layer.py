@@ -24,7 +24,7 @@ its own coordinates, U = 1; vectors are diagonal.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,7 +34,8 @@ from inrun.curvature.samples import Sample
 WIDEST = 4096  # numbers of a side that gets an eigenbasis
 LATER = 4.0  # weights of the running means grow with step^(LATER − 1): later gradients count more
 LARGE = 1024  # numbers of a side whose eigenbasis is costly: renewed less often
-GROWTH = {False: 2, True: 4}  # renew when so many times the observations are there; True: LARGE
+FIRST = 8  # observations before the first eigenbases: until then all is diagonal
+GROWTH = {False: 1.5, True: 3.0}  # renewed when there are so many times as many; True: LARGE
 
 
 @dataclass(eq=False)
@@ -49,7 +50,7 @@ class Layer:
     spectrum: Tensor | None = None  # Λ [O, I], or [numbers] of a vector
     tau: Tensor | None = None  # []
     seen: int = 0  # observations
-    _renew: int = field(default=1, repr=False)  # at so many observations
+    renewal: int = FIRST  # the next eigenbases come at so many observations
 
     @property
     def matrix(self) -> tuple[int, int] | None:
@@ -95,9 +96,9 @@ class Layer:
             self.S = _mean(self.S, S, weight, ok)
         if A is not None:
             self.A = _mean(self.A, A, weight, ok)
-        if self.seen >= self._renew:
+        if self.seen >= self.renewal:
             large = any(n > LARGE for n, yes in zip(self.matrix, self.rotated, strict=True) if yes)
-            self._renew = self.seen * GROWTH[large]
+            self.renewal = int(self.seen * GROWTH[large])
             self.renew()
         new = sample.squares(self.U_S, self.U_A)
         self.spectrum = _mean(self.spectrum, new, weight, new.isfinite().all())

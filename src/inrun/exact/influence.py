@@ -35,9 +35,9 @@ class WholeFisher:
             if self.k in self.renewed:
                 U_S, U_A = (torch.linalg.eigh(x).eigenvectors for x in (self.S, self.A))
                 self.basis = torch.kron(U_S, U_A)
-        elif self.k == 1:
-            self.basis = torch.eye(g.shape[1], dtype=g.dtype)
         flat = g.reshape(len(g), -1)
+        if not self.basis.ndim:  # until the first eigenbases: the coordinates
+            self.basis = torch.eye(flat.shape[1], dtype=g.dtype)
         new = self._diagonal(flat.T @ flat / len(g))
         old = self._diagonal(self.F) if self.k > 1 else torch.zeros_like(new)
         diagonal = (1 - weight) * old + weight * new

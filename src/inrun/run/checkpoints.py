@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from inrun.curvature.saved import state_of
 from inrun.ledger import LedgerError
 from inrun.ledger.entries import Ledger, as_state, from_state
+from inrun.run.curving import load_curvature, save_curvature
 from inrun.run.recording import of_this_rank
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ class Checkpoints:
         """
         ledger = self._settled()
         ledger.flush()
+        scorers = [stepper.scorer for stepper in self._steppers]
+        save_curvature(scorers, ledger)
         return {
             "step": self.step,
             "unwatched": self.unwatched,
@@ -48,6 +52,7 @@ class Checkpoints:
             "ledger": ledger.state_dict(),
             "rank": self.world.rank,
             "carried": [as_state(e) for e in self._entries.incomplete()],
+            "curvature": [state_of(c) for s in scorers if (c := s.maps.curvature) is not None],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -73,5 +78,6 @@ class Checkpoints:
             stepper.taking = None
             known = audits if isinstance(audits, list) else [audits]  # saved before several could
             stepper.next_audit = known[min(i, len(known) - 1)]
+        load_curvature([stepper.scorer for stepper in self._steppers], state)
         self._validator.load_state_dict(state["validation"])
         self._loaded = True

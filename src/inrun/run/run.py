@@ -48,6 +48,7 @@ from inrun.run.coverage import (
     scored_parameters,
     trainable,
 )
+from inrun.run.curving import save_curvature
 from inrun.run.logging import Summary
 from inrun.run.recording import claim, share_coverage
 from inrun.run.stepping import IN_BATCH, Stepper
@@ -189,10 +190,11 @@ class Run(BeginEnd, Checkpoints, Summary, RunTables):
         gradients come from copies of the model that see one row each. The verdict is printed;
         the returned object holds the numbers.
         """
-        if self.estimators[0].kind == CARRY:
+        if self.estimators[0].kind == CARRY or self.estimators[0].curvature:
+            name = self.estimators[0].name
             raise ValueError(
-                "check() compares one step, and 'carry' credits an example for many: name an "
-                "estimator of one step first, as estimator=['secant', 'carry']"
+                f"check() compares one step, and {name!r} credits an example for more: name an "
+                f"estimator of one step first, as estimator=['secant', {name!r}]"
             )
         if self.config.smooth:
             raise ValueError("check() compares one step, and smooth= mixes many: leave that out")
@@ -215,6 +217,7 @@ class Run(BeginEnd, Checkpoints, Summary, RunTables):
             self._validator.close()
             for stepper in self._steppers:
                 stepper.scorer.close()
+            save_curvature([stepper.scorer for stepper in self._steppers], self._ledger)
         try:
             self._settled().close()
         finally:

@@ -10,11 +10,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from inrun.gradients import Form
+from inrun.optimizers.joint import Optimizers
 from inrun.ranks.world import World
 from inrun.ranks.world import unwrapped as inner_model
 from inrun.run.bookkeeping import Config
 from inrun.run.carrying import check_carry
 from inrun.run.coverage import scored_parameters
+from inrun.run.curving import check_curvature
 from inrun.run.recording import make_ledger
 from inrun.run.refusals import (
     check_choices,
@@ -76,7 +78,9 @@ def watch(
         estimator: "secant" (values add up), "shapley" (the same, and right in the first steps,
             where it costs more: docs/accuracy.md), "tangent" (Theorem 4.2 of the paper), "sgd"
             (ignores the optimizer), "carry" (also what momentum carries into later steps; see
-            ``window``), or several; a point of its own after a plus: "secant+gauss2".
+            ``window``), "influence" (what would be lost without the example, by the inverse
+            curvature: docs/which-number.md; "influence:1" sets its damping), or several; a point of
+            its own after a plus: "secant+gauss2".
         point: where the validation gradient is taken: "midpoint", "current" or "gauss2" (two
             points, twice the cost); None is midpoint for secant and current for the others.
         training: "bitwise" leaves the training as it is without inrun, bit for bit; "fast" forms
@@ -134,8 +138,7 @@ def watch(
     check_model(model)  # refuse before anything is made on disk
     watched = check_optimizers(optimizer, model, step_together, every)
     world, model = World.of(model, process_group), inner_model(model)
-    check_carry(config, watched, world)
-    scored_parameters(model, watched, patterns)
+    _check_fit(config, model, watched, world)
     validator = Validator(model, data, loss, per_step, chunk, seed, batch_dim, world, smooth)
     ledger = make_ledger(world, out, config, list(data), overwrite)
     others = (offload, memory_limit, max_norm, scaler, overwrite, world)
@@ -144,3 +147,10 @@ def watch(
     except BaseException:
         ledger.close()
         raise
+
+
+def _check_fit(config: Config, model: nn.Module, optimizer: Optimizers, world: World) -> None:
+    """Refuse estimators that do not fit this run, and a model without parameters to score."""
+    check_carry(config, optimizer, world)
+    check_curvature(config, model, optimizer, world)
+    scored_parameters(model, optimizer, config.ignore)
