@@ -25,7 +25,7 @@ from inrun.optimizers.common import Options, State, scalar, sign
 SAMPLE = 4  # examples of an observed step
 ON_GPU = 1  # the same where gradients are large and steps are many
 FIRST = 32  # steps that are all observed; later one in so many:
-EVERY = {"cpu": 1, "cuda": 8}
+EVERY = {"cpu": 4, "cuda": 8}
 
 
 @dataclass(eq=False)

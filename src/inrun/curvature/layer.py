@@ -24,7 +24,7 @@ its own coordinates, U = 1; vectors are diagonal.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -51,6 +51,7 @@ class Layer:
     tau: Tensor | None = None  # []
     seen: int = 0  # observations
     renewal: int = FIRST  # the next eigenbases come at so many observations
+    _cast: dict[torch.dtype, list[Tensor | None]] = field(default_factory=dict, repr=False)
 
     @property
     def matrix(self) -> tuple[int, int] | None:
@@ -106,6 +107,7 @@ class Layer:
     def renew(self) -> None:
         """New eigenbases; Λ goes with them: the diagonal, in the new basis, of what it stood for in
         the old one."""
+        self._cast.clear()
         for side, U in (("S", _basis(self.S)), ("A", _basis(self.A))):
             if U is None:
                 continue
@@ -126,8 +128,15 @@ class Layer:
         divisor = self.divisor(a)
         if self.matrix is None:
             return v / divisor
-        x = _times(self.U_S, v.reshape(len(v), *self.matrix), self.U_A, dtype, back=False)
-        return _times(self.U_S, x / divisor, self.U_A, dtype, back=True).reshape(v.shape)
+        U_S, U_A = self._bases(dtype or v.dtype)
+        x = _times(U_S, v.reshape(len(v), *self.matrix), U_A, dtype, back=False)
+        return _times(U_S, x / divisor, U_A, dtype, back=True).reshape(v.shape)
+
+    def _bases(self, dtype: torch.dtype) -> list[Tensor | None]:
+        """The eigenbases in this type, cast once."""
+        if dtype not in self._cast:
+            self._cast[dtype] = [U if U is None else U.to(dtype) for U in (self.U_S, self.U_A)]
+        return self._cast[dtype]
 
     def divisor(self, a: float) -> Tensor:
         """Λ + a/τ, of the shape of Λ. At τ = 0 nothing has moved yet: infinite, so that u is 0."""
@@ -165,10 +174,9 @@ def _times(
 ) -> Tensor:
     """U_Sᵀ x U_A, or with ``back`` U_S x U_Aᵀ, in the type of x."""
     own = x.dtype
-    work = own if dtype is None else dtype
-    y = x.to(work)
+    y = x if dtype is None else x.to(dtype)
     if U_S is not None:
-        y = (U_S if back else U_S.mT).to(work) @ y
+        y = (U_S if back else U_S.mT) @ y
     if U_A is not None:
-        y = y @ (U_A.mT if back else U_A).to(work)
+        y = y @ (U_A.mT if back else U_A)
     return y.to(own)

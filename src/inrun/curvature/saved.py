@@ -87,7 +87,11 @@ def _layer(entry: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Layer:
 def state_of(curvature: Curvature) -> dict[str, Any]:
     """For a checkpoint of the training loop: all of it, as tensors."""
     layers = {
-        name: {k: x.detach().clone() if isinstance(x, Tensor) else x for k, x in vars(own).items()}
+        name: {
+            k: x.detach().clone() if isinstance(x, Tensor) else x
+            for k, x in vars(own).items()
+            if not k.startswith("_")
+        }
         | {"shape": list(own.shape)}
         for name, own in curvature.layers.items()
     }
