@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from inrun.asking.ask import ask
     from inrun.errors import BatchError, CaptureError, ValidationError
     from inrun.exact.check import Check
     from inrun.gradients import register_op
@@ -35,6 +36,7 @@ _PLACES = {
     "LinearLoss": "gradients.fused_loss",
     "Run": "run.run",
     "ValidationError": "errors",
+    "ask": "asking.ask",
     "by_label": "validation.targets",
     "carry_ids": "ids",
     "halves": "validation.steady",
@@ -94,6 +96,7 @@ __all__ = [
     "Run",
     "ValidationError",
     "__version__",
+    "ask",
     "by_label",
     "carry_ids",
     "halves",

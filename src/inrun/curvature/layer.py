@@ -138,6 +138,14 @@ class Layer:
             self._cast[dtype] = [U if U is None else U.to(dtype) for U in (self.U_S, self.U_A)]
         return self._cast[dtype]
 
+    def to(self, device: torch.device, dtype: torch.dtype) -> Layer:
+        """What directions need of it, there and in this type."""
+        moved = Layer(self.shape, seen=self.seen)
+        for key in ("U_S", "U_A", "spectrum", "tau"):
+            x: Tensor | None = getattr(self, key)
+            setattr(moved, key, x if x is None else x.to(device, dtype))
+        return moved
+
     def divisor(self, a: float) -> Tensor:
         """Λ + a/τ, of the shape of Λ. At τ = 0 nothing has moved yet: infinite, so that u is 0."""
         assert self.spectrum is not None and self.tau is not None

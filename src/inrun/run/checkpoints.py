@@ -12,6 +12,7 @@ from inrun.run.curving import load_curvature, save_curvature
 from inrun.run.recording import of_this_rank
 
 if TYPE_CHECKING:
+    from inrun.curvature.curvature import Curvature
     from inrun.ranks.world import World
     from inrun.run.bookkeeping import EntryQueue
     from inrun.run.stepping import Stepper
@@ -34,6 +35,11 @@ class Checkpoints:
 
         def _settled(self) -> Ledger: ...
         def _forget(self, *steppers: Stepper) -> None: ...
+
+    @property
+    def curvature(self) -> Curvature | None:
+        """With ``estimator="influence"``: what :func:`inrun.ask` needs of the run."""
+        return self._steppers[0].scorer.maps.curvature
 
     def state_dict(self) -> dict[str, Any]:
         """For the user's checkpoint: where the run stands. Everything recorded is safe first.
