@@ -74,6 +74,19 @@ def test_a_resumed_run_goes_on_where_it_was():
     again.close()
 
 
+def test_coverage_says_how_it_is_kept_and_its_size():
+    run, _, _ = trained()
+    found = run.coverage().set_index("parameter")
+    assert dict(found["curvature"]) == {
+        "0.weight": "two-sided", "0.bias": "diagonal",
+        "2.weight": "two-sided", "2.bias": "diagonal",
+    }  # fmt: skip
+    for name, layer in curvature_of(run).layers.items():
+        kept = [x for x in vars(layer).values() if isinstance(x, torch.Tensor)]
+        assert found.loc[name, "curvature_bytes"] == sum(x.nbytes for x in kept)
+    run.close()
+
+
 def test_another_runs_curvature_is_refused(tmp_path):
     run, _, _ = trained(tmp_path)
     run.close()

@@ -83,11 +83,6 @@ class Curvature:
         layer = self.layers.get(name)
         return layer if layer is not None and layer.seen and layer.tau is not None else None
 
-    @property
-    def bytes(self) -> int:
-        """The memory that it takes when all is there, in float32."""
-        return 4 * sum(layer.numbers for layer in self.layers.values())
-
 
 def effective_rate(
     update: Callable[[Tensor], Tensor], received: Tensor, G: Tensor, state: State, options: Options

@@ -6,9 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import pandas as pd
+from torch import Tensor, nn
 
 from inrun.curvature import saved
+from inrun.curvature.layer import Layer
+from inrun.gradients.records import wide_type
 from inrun.ledger import LedgerError
 from inrun.ledger.entries import Ledger
 from inrun.optimizers.joint import Optimizers, members_of
@@ -43,6 +46,20 @@ def check_curvature(config: Config, model: nn.Module, optimizer: Optimizers, wor
                 f"estimator {name!r} with the complex parameter {k}: its curvature is not known. "
                 f"Leave it out with ignore=[{k!r}] and requires_grad=False, or use 'secant'"
             )
+
+
+def with_curvature(coverage: pd.DataFrame, params: Mapping[str, Tensor]) -> pd.DataFrame:
+    """The table with two more columns: how the curvature of each parameter is kept, and its
+    bytes."""
+    kinds, sizes = [], []
+    for name in coverage["parameter"]:
+        p = params.get(name)
+        layer = None if p is None else Layer(p.shape)
+        kinds.append("" if layer is None else layer.kind)
+        sizes.append(
+            0 if p is None or layer is None else layer.numbers * wide_type(p.dtype).itemsize
+        )
+    return coverage.assign(curvature=kinds, curvature_bytes=sizes)
 
 
 def save_curvature(scorers: Sequence[Scorer], ledger: Ledger) -> None:

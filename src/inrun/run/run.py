@@ -48,7 +48,7 @@ from inrun.run.coverage import (
     scored_parameters,
     trainable,
 )
-from inrun.run.curving import save_curvature
+from inrun.run.curving import save_curvature, with_curvature
 from inrun.run.logging import Summary
 from inrun.run.recording import claim, share_coverage
 from inrun.run.stepping import IN_BATCH, Stepper
@@ -230,9 +230,11 @@ class Run(BeginEnd, Checkpoints, Summary, RunTables):
         self.close()
 
     def coverage(self) -> pd.DataFrame:
-        """One row per parameter: is it scored, through which operations, in which form."""
+        """One row per parameter: is it scored, through which operations, in which form; with
+        ``estimator="influence"`` also how its curvature is kept, and the bytes of it."""
         others = self._left_out | self._unscored.outside
-        return coverage_table(self.params, others, self._capture.keeper.coverage)
+        table = coverage_table(self.params, others, self._capture.keeper.coverage)
+        return table if self.curvature is None else with_curvature(table, self.params)
 
     # One step
 
