@@ -37,7 +37,9 @@ OPTIMIZERS = {
 KEPT = {"adamw": 0.8, "sgd": 0.7, "rmsprop": 0.0, "plain": 0.0}
 
 
-def watched(model, optimizer, data, val, estimator, micro=1, clip=None, scale=1.0, **options):
+def watched(
+    model, optimizer, data, val, estimator, micro=1, clip=None, bound=None, scale=1.0, **options
+):
     """Values [steps, B] of each estimator."""
     run = inrun.watch(model, optimizer, validation=[val], loss=mse, estimator=estimator, **options)
     for x, y in data:
@@ -53,6 +55,8 @@ def watched(model, optimizer, data, val, estimator, micro=1, clip=None, scale=1.
                 p.grad /= scale
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if bound is not None:
+            nn.utils.clip_grad_value_(model.parameters(), bound)
         optimizer.step()
         optimizer.zero_grad()
     run.close()
@@ -62,7 +66,9 @@ def watched(model, optimizer, data, val, estimator, micro=1, clip=None, scale=1.
     }
 
 
-def expected(model, optimizer, data, val, kept, a=0.3, point=0.5, clip=None):
+def expected(
+    model, optimizer, data, val, kept, a=0.3, point=0.5, clip=None, bound=torch.inf, micro=1
+):
     """The definition, step by step, with a real optimizer."""
     params = [p for group in groups_of(optimizer) for p in group["params"]]
     fishers = [WholeFisher(LATER, {8, 12}) for _ in params]
@@ -79,19 +85,22 @@ def expected(model, optimizer, data, val, kept, a=0.3, point=0.5, clip=None):
         if clip is not None:
             c = min(1.0, clip / (float(torch.stack([g.norm() for g in G]).norm()) + 1e-6))
         without = stepped(optimizer, [torch.zeros_like(g) for g in G])
-        after = stepped(optimizer, [c * g for g in G])
+        received = [(c * g).clamp(-bound, bound) for g in G]
+        after = stepped(optimizer, received)
         v = _validation_gradient(model, optimizer, lambda m: mse(m, val), without, after, [point])
-        first = t * SAMPLE % (B - SAMPLE + 1)
+        size = B // micro  # the micro-batches take turns
+        n = min(size, SAMPLE)
+        first = t % micro * size + t * n % (size - n + 1)
         value = torch.zeros(B, dtype=torch.float64)
         for f, r, g, w0, w1, own in zip(fishers, rows, G, without, after, v, strict=True):
             rate = float(((w0 - w1) * g).sum() / g.square().sum())
             corrected = 1 - kept ** (t + 1) if adam else 1.0
             f.tau += rate * corrected / (1 - kept)
-            f.see(B * r[first : first + SAMPLE])
+            f.see(B * r[first : first + n])
             value += (f.direction(own, a) * r).reshape(B, -1).sum(1)
         found.append(value)
-        for p, g in zip(params, G, strict=True):
-            p.grad = c * g
+        for p, g in zip(params, received, strict=True):
+            p.grad = g
         optimizer.step()
         optimizer.zero_grad()
     return torch.stack(found)
@@ -155,6 +164,41 @@ def test_clipping_slows_training_down_and_does_not_shrink_influence():
     found = watched(model, optimizer, data, val, "influence", clip=0.05, max_norm=0.05)
     wanted = expected(twin, OPTIMIZERS["sgd"](twin.parameters()), data, val, 0.7, clip=0.05)
     assert close(found["influence"], wanted)
+
+
+def test_clipping_by_value():
+    model, data, val = problem()
+    twin = copy.deepcopy(model)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    found = watched(model, optimizer, data, val, "influence", bound=0.05)
+    wanted = expected(twin, OPTIMIZERS["sgd"](twin.parameters()), data, val, 0.7, bound=0.05)
+    assert close(found["influence"], wanted)
+
+
+def test_micro_batches_are_one_batch():
+    model, data, val = problem()
+    twin = copy.deepcopy(model)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    found = watched(model, optimizer, data, val, "influence", micro=2)
+    wanted = expected(twin, OPTIMIZERS["adamw"](twin.parameters()), data, val, 0.8, micro=2)
+    assert close(found["influence"], wanted)
+
+
+def test_time_passes_in_steps_that_are_not_scored():
+    model, data, val = problem()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run = inrun.watch(model, optimizer, validation=[val], loss=mse, estimator="influence", every=3)
+    for batch in data:
+        with run.batch(range(B)):
+            mse(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    scored = [t for t in range(STEPS) if run.config.scores(t)]
+    assert 1 < len(scored) < STEPS
+    for layer in run.curvature.layers.values():
+        assert layer.seen == len(scored)
+        assert abs(float(layer.tau) - 0.01 * (scored[-1] + 1)) < 1e-12
 
 
 def test_a_scaled_loss_counts_as_the_loss():
