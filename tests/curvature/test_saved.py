@@ -87,6 +87,18 @@ def test_coverage_says_how_it_is_kept_and_its_size():
     run.close()
 
 
+def test_influence_is_not_audited(tmp_path):
+    """It does not add up to a loss change, so nothing says how much of one it explains."""
+    run, _, _ = trained(tmp_path, audit_every=1)
+    run.close()
+    for tables in (run, inrun.open(tmp_path)):
+        steps = tables.steps()
+        assert steps[["loss", "batch_share", "explained"]].isna().all(axis=None)
+        assert steps["sum"].notna().all()
+    assert np.isnan(run.tally.explained) and "explained" not in run.tally.line()
+    assert inrun.open(tmp_path).summary()["audited"] == 0
+
+
 def test_another_runs_curvature_is_refused(tmp_path):
     run, _, _ = trained(tmp_path)
     run.close()

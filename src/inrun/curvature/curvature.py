@@ -20,7 +20,8 @@ from torch import Tensor
 from inrun.capture.micro_batch import MicroBatch
 from inrun.curvature.layer import Layer
 from inrun.curvature.samples import samples
-from inrun.optimizers.common import Options, State, scalar, sign
+from inrun.gradients.records import wide
+from inrun.optimizers.common import Options, State, scalar, sign, step_count
 
 SAMPLE = 4  # examples of an observed step
 ON_GPU = 1  # the same where gradients are large and steps are many
@@ -99,11 +100,13 @@ def effective_rate(
         G: the gradient of the loss.
         state, options: the optimizer's.
     """
+    G = wide(G)
     size = G.square().sum()
     rate = sign(options) * (update(received) * G).sum() / torch.where(size > 0, size, 1.0)
     rate = torch.where(rate.isfinite(), rate, 0.0).clamp(min=0.0)
+    kept, corrected = scalar(options.get("momentum") or 0.0), 1.0
     if betas := options.get("betas"):
         kept = scalar(betas[0])
-        corrected = 1.0 - kept ** (scalar(state["step"]) + 1) if "step" in state else 1.0 - kept
-        return rate * corrected / (1.0 - kept)
-    return rate / (1.0 - scalar(options.get("momentum") or 0.0))
+        if not state or "step" in state:  # empty before the first step
+            corrected = 1.0 - kept ** step_count(state, options, G)
+    return (rate * (corrected / (1.0 - kept))).to(G.dtype)

@@ -12,7 +12,15 @@ import pandas as pd
 import pyarrow as pa
 
 from inrun.ledger import LedgerError
-from inrun.ledger.tables import STEP_COLUMNS, LedgerTables, Scan, audit_columns, check_targets
+from inrun.ledger.tables import (
+    AUDITED,
+    FORECASTS,
+    STEP_COLUMNS,
+    LedgerTables,
+    Scan,
+    audit_columns,
+    check_targets,
+)
 from inrun.ledger.tokens import Tokens, arrays, fields
 
 ELSEWHERE = "the step is void on another rank"
@@ -130,8 +138,12 @@ class RunTables:
         the loss, batch share, momentum share, residual and explained ratio (means over targets).
         For "carry" also how far the loss fell along the step (``drop``, by the gradient halfway)
         and weight decay's part of it; residual and explained then compare that with the whole
-        measured drop."""
-        return self._settled().steps(self._index(estimator))
+        measured drop. "influence" does not add up to a loss change: it has no audit."""
+        index = self._index(estimator)
+        found = self._settled().steps(index)
+        if self._names[index].startswith(FORECASTS):
+            found[list(AUDITED)] = np.nan
+        return found
 
     def tokens(
         self, id: int | str | None = None, step: int | None = None, estimator: str | None = None

@@ -36,6 +36,8 @@ STEP_COLUMNS = (
     "residual", "explained", "drop", "decay", "missed", "void",
 )  # fmt: skip
 HALVES = ("half 1", "half 2")  # targets, or ends of their names, that ``inrun.halves`` makes
+AUDITED = ("loss", "batch_share", "momentum_share", "residual", "explained")
+FORECASTS = ("influence",)  # estimators that do not add up to a loss change: nothing to audit
 RESERVED = ("step", "id", "value", "steps", "scored", "weight", "harm")
 # scan(estimator, targets, rows): record batches of at most so many rows, with the columns step, id,
 # weight (null where the step was not scored) and the values of these targets, unweighted.

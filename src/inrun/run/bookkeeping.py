@@ -302,9 +302,11 @@ class EntryQueue:
 
 
 class Tally:
-    """Running sums over the steps of a run, of its first estimator."""
+    """Running sums over the steps of a run, of its first estimator. ``adds_up``: its values do, to
+    a loss change that can be measured."""
 
-    def __init__(self) -> None:
+    def __init__(self, adds_up: bool = True) -> None:
+        self.adds_up = adds_up
         self.listeners: list[Callable[[Tally], None]] = []
         self.closers: list[Callable[[], None]] = []
         self.by_id: dict[Any, float] | None = None  # kept only when somebody asks for ids
@@ -327,7 +329,7 @@ class Tally:
         """Sum of values and nobody's part / batch share over the audited steps; NaN before the
         first audit. For "carry": the drop along the steps / the measured one."""
         measured = self.batch + self.momentum if self.whole else self.batch
-        return self.credited / measured if measured else float("nan")
+        return self.credited / measured if measured and self.adds_up else float("nan")
 
     def add(self, entry: StepEntry) -> None:
         if entry.step <= self.last:  # the run went back to a checkpoint

@@ -102,7 +102,7 @@ class Run(BeginEnd, Checkpoints, Summary, RunTables):
         self._empty, self._unscored = EmptyBatches(), UnscoredParameters()
         self._capture.on_empty = self._empty.ended
         self._capture.provenance.held = held_by(optimizer)
-        self.tally = Tally()
+        self.tally = Tally(adds_up=not self.estimators[0].curvature)
         self._entries = EntryQueue(ledger, self.tally, self._on_result, carry)
         self._id_type: type | None = None
         self._check: Check | None = None
