@@ -20,8 +20,9 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from inrun.asking.parts import Parts
+from inrun.asking.parts import Parts, Scored, positions
 from inrun.capture.capture import Capture
+from inrun.capture.micro_batch import MicroBatch
 from inrun.curvature import saved
 from inrun.curvature.curvature import Curvature
 from inrun.errors import CaptureError
@@ -50,6 +51,8 @@ def ask(
     loss: Loss | None = None,
     damping: float = DAMPING,
     out: str | os.PathLike[str] | None = None,
+    tokens: bool = False,
+    examples: int | None = None,
     batch_dim: int = 0,
     memory_limit: int = MEMORY,
 ) -> pd.DataFrame:
@@ -69,6 +72,10 @@ def ask(
         damping: a of λ = a/τ.
         out: a folder for the scores, written as the pass goes on. Called again after an
             interruption, with the same arguments and data in the same order, it goes on there.
+        tokens: score single positions instead, as ``run.batch(ids, tokens=True)`` does, for a few
+            examples: those that were found. Returns id, position, what the model received there
+            if that was an integer, and a column for each question. Needs ``examples``.
+        examples: how many the model was trained on, if ``data`` is a part of them.
         batch_dim: the dimension of the examples in the model's inputs.
         memory_limit: bytes that the directions may take; more is refused.
 
@@ -79,6 +86,8 @@ def ask(
     model = getattr(model, "_orig_mod", model)
     curvature, name = _curvature(run)
     params = _parameters(model, curvature)
+    if tokens and (examples is None or out is not None):
+        raise ValueError("tokens=True is for a few examples: pass examples=N, and no out")
     if not queries:
         raise ValueError("ask needs at least one question: queries={'a name': batch}")
     size = len(queries) * sum(p.numel() for p in params.values()) * 4
@@ -92,11 +101,16 @@ def ask(
     try:
         with torch.no_grad(), asked.evaluating():
             u, losses = _directions(asked, params, curvature, damping)
-            about = {"run": name, "step": curvature.step, "damping": damping}
-            parts = Parts(None if out is None else Path(out), list(queries), losses, about)
-            for ids, scores in _scores(model, data, params, u, asked, batch_dim, parts):
-                parts.add(ids, scores)
-            return parts.table()
+            parts = Parts(
+                None if out is None else Path(out), list(queries), losses,
+                {"run": name, "step": curvature.step, "damping": damping},
+            )  # fmt: skip
+            found = _scored(model, data, params, u, asked, batch_dim, parts, tokens)
+            if tokens:
+                return positions(found, list(queries), examples or 0)
+            for batch in found:
+                parts.add(batch.ids, batch.scores)
+            return parts.table(examples)
     finally:
         asked.close()
 
@@ -153,11 +167,11 @@ def _directions(
     return {k: Direction(torch.stack(x)) for k, x in rows.items()}, losses
 
 
-def _scores(
+def _scored(
     model: nn.Module, data: Iterable[Any], params: Mapping[str, Tensor], u: dict[str, Direction],
-    asked: Validator, batch_dim: int, parts: Parts,
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:  # fmt: skip
-    """⟨u_q, B g_i⟩ [B, Q] of every batch that has no scores yet."""
+    asked: Validator, batch_dim: int, parts: Parts, tokens: bool,
+) -> Iterator[Scored]:  # fmt: skip
+    """⟨u_q, B g_i⟩ of every batch that has no scores yet, by example or position."""
     capture = Capture(model, params, batch_dim=batch_dim, probe=True, directions=len(asked.targets))
     device, kind = next(iter(params.values())).device, None
     nothing = {k: torch.zeros_like(p) for k, p in params.items()}
@@ -167,7 +181,8 @@ def _scores(
             if parts.has(ids):
                 continue
             batch = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
-            micro = _captured(capture, asked, batch, len(ids), as_owner(owner, len(ids)))
+            owner = as_owner(owner, len(ids))
+            micro = _captured(capture, asked, batch, len(ids), owner, tokens)
             for reason, flag in doubts([micro]).items():
                 if bool(flag):
                     raise CaptureError(f"batch {number}: {reason}")
@@ -180,10 +195,10 @@ def _scores(
                 _check_sums(number, values, expected, tolerance_of(G.values(), [micro]))
             micro.forget()
             capture.blocks.over()
-            own = (len(ids) * values[:, : len(ids)]).T.cpu().numpy()
+            own = (len(ids) * values[:, : micro.rows]).T.cpu().numpy()
             if not np.isfinite(own).all():
                 raise ValueError(f"the scores of batch {number} are not finite")
-            yield ids, own
+            yield Scored(ids, own, micro.slots, micro.inputs)
     finally:
         capture.close()
 
@@ -198,12 +213,12 @@ def _triple(item: Any) -> tuple[Any, Any, Any]:
 
 
 def _captured(
-    capture: Capture, asked: Validator, batch: Any, B: int, owner: Tensor | None
-) -> Any:  # a MicroBatch
+    capture: Capture, asked: Validator, batch: Any, B: int, owner: Tensor | None, tokens: bool
+) -> MicroBatch:
     """The records of a batch. A pass that did not follow the plan of those before is repeated call
     by call."""
     for _ in range(2):
-        with torch.enable_grad(), capture.batch(B, owner) as micro:
+        with torch.enable_grad(), capture.batch(B, owner, tokens) as micro:
             value = asked.loss(asked.model, copy_batch(batch))
             torch.autograd.grad(value.reshape(()), [capture.trigger], allow_unused=True)
         if micro.void is None:

@@ -6,7 +6,8 @@ and a column q0, q1, … of ⟨u, ∇ℓ_i⟩ for each question. A part is compl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+from torch import Tensor
 
 from inrun.ledger import LedgerError, files
 
@@ -21,6 +23,37 @@ ROWS = 1 << 16  # of a part
 ABOUT = "asked.json"
 FORMAT = "inrun-asked"
 CLOSE = 1e-3  # relative: losses of the same questions to the same model
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The scores of a batch [rows, Q]: a row for each example, or for each position (``slots`` says
+    whose, −1: nobody's; ``inputs`` what the model received there)."""
+
+    ids: np.ndarray
+    scores: np.ndarray
+    slots: Tensor | None = None
+    inputs: Tensor | None = None
+
+
+def positions(found: Iterable[Scored], names: Sequence[str], examples: int) -> pd.DataFrame:
+    """A row for each position of the examples, in their order."""
+    frames = []
+    for batch in found:
+        assert batch.slots is not None
+        slots = batch.slots.cpu().numpy()
+        frame = pd.DataFrame(batch.scores / examples, columns=pd.Index(names))
+        inputs = None if batch.inputs is None else batch.inputs.flatten().cpu().numpy()
+        frame.insert(0, "input", pd.NA if inputs is None else inputs)
+        order = np.argsort(slots, kind="stable")
+        order = order[slots[order] >= 0]
+        frame, owner = frame.iloc[order].reset_index(drop=True), slots[order]
+        frame.insert(0, "position", frame.groupby(owner).cumcount())
+        frame.insert(0, "id", batch.ids[owner])
+        frames.append(frame)
+    if not frames:
+        raise ValueError("the training data is empty: there is nobody to score")
+    return pd.concat(frames, ignore_index=True)
 
 
 class Parts:
@@ -99,8 +132,9 @@ class Parts:
         self._done.append(table)
         self._waiting = []
 
-    def table(self) -> pd.DataFrame:
-        """All scores divided by the number of rows; an id that came more than once has the sum."""
+    def table(self, examples: int | None = None) -> pd.DataFrame:
+        """All scores divided by the number of examples, by default the rows of the data; an id
+        that came more than once has the sum."""
         if self._at < len(self._known):
             raise LedgerError(
                 f"{self.folder} holds the scores of {len(self._known)} rows, and the data has only "
@@ -111,6 +145,6 @@ class Parts:
             raise ValueError("the training data is empty: there is nobody to score")
         raw = pa.concat_tables(self._done).to_pandas()
         total = raw.groupby("id", sort=False, as_index=False).sum()
-        scores = total.drop(columns="id").astype(float) / len(raw)
+        scores = total.drop(columns="id").astype(float) / (examples or len(raw))
         scores.columns = pd.Index(self.names)
         return pd.concat([total[["id"]], scores], axis=1)
