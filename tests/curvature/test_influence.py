@@ -157,6 +157,17 @@ def test_damping_and_point():
         assert close(found, expected(twin, optimizer, data, val, 0.8, a, point))
 
 
+def test_several_dampings_share_one_curvature():
+    """The step is observed once, however many estimators ask for the curvature."""
+    names = {"influence:2": 2.0, "influence": 0.3, "influence:0.05": 0.05}
+    model, data, val = problem()
+    twins = [copy.deepcopy(model) for _ in names]
+    found = watched(model, OPTIMIZERS["adamw"](model.parameters()), data, val, list(names))
+    for twin, (name, a) in zip(twins, names.items(), strict=True):
+        optimizer = OPTIMIZERS["adamw"](twin.parameters())
+        assert close(found[name], expected(twin, optimizer, data, val, 0.8, a))
+
+
 def test_clipping_slows_training_down_and_does_not_shrink_influence():
     model, data, val = problem()
     twin = copy.deepcopy(model)

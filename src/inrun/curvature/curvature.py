@@ -38,9 +38,9 @@ class Curvature:
     seen: int = 0
 
     def due(self, step: int, device: torch.device) -> bool:
-        """Is this step observed?"""
-        every = EVERY.get(device.type, EVERY["cuda"])
-        return self.seen < FIRST or step - self.step >= every
+        """Is this step observed? Once, however many estimators ask."""
+        every = 1 if self.seen < FIRST else EVERY.get(device.type, EVERY["cuda"])
+        return step - self.step >= every
 
     def observe(
         self,
