@@ -70,7 +70,7 @@ class Trainer:
         optimizer = tasks.optimizer("adamw", model, self.settings["lr"])
         watched = estimators and inrun.watch(
             model, optimizer, targets=self.problem.targets(self.settings["rows"], by_label),
-            loss=tasks.classify, estimator=estimators, audit_every=0,
+            loss=tasks.classify, estimator=estimators, audit_every=0, per_step=1,
         )  # fmt: skip
         order = self.order(np.arange(self.problem.examples), self.settings["seed"])[:steps]
         with watched or nullcontext() as run:

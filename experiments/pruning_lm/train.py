@@ -40,7 +40,7 @@ class Trainer:
         optimizer = tasks.optimizer("adamw", model, s["lr"])
         watched = validation is not None and inrun.watch(
             model, optimizer, validation=validation, loss=self.task.loss,
-            estimator=list(ESTIMATORS), audit_every=0,
+            estimator=list(ESTIMATORS), audit_every=0, per_step=1,
         )  # fmt: skip
         curve = []
         with watched or nullcontext() as run:

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from inrun.asking.ask import ask
     from inrun.errors import BatchError, CaptureError, ValidationError
     from inrun.exact.check import Check
     from inrun.gradients import register_op
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from inrun.run.watching import watch
     from inrun.tensors.follow import register_layout
     from inrun.tensors.layout import Layout
+    from inrun.validation.steady import halves
     from inrun.validation.targets import by_label
 
 __version__: str  # looked up when it is first asked for
@@ -34,8 +36,10 @@ _PLACES = {
     "LinearLoss": "gradients.fused_loss",
     "Run": "run.run",
     "ValidationError": "errors",
+    "ask": "asking.ask",
     "by_label": "validation.targets",
     "carry_ids": "ids",
+    "halves": "validation.steady",
     "log": "run.logging",
     "register_function": "capture.mode",
     "register_layout": "tensors.follow",
@@ -92,8 +96,10 @@ __all__ = [
     "Run",
     "ValidationError",
     "__version__",
+    "ask",
     "by_label",
     "carry_ids",
+    "halves",
     "integrations",
     "log",
     "open",

@@ -45,7 +45,7 @@ def test_the_digits_demo_finds_flipped_labels(tmp_path, small):
     assert page.startswith("<!doctype html>") and "data:image/png" in page
     assert "flipped label" in page
     saved = inrun.open(out)
-    assert saved.estimators == list(digits.ESTIMATORS) and len(saved.values()) == 400
+    assert saved.estimators == list(digits.WATCHED) and len(saved.values()) == 400
     assert saved.targets == [str(i) for i in range(10)]
     result = call("--out", out, "--epochs", 1)  # a demo's folder is overwritten
     assert "Finding the 40 flipped labels" in result.stdout

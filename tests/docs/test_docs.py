@@ -9,7 +9,10 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-PAGES = ["README.md", "docs/optimizers.md", "docs/operations.md", "docs/packed.md"]
+PAGES = [
+    "README.md", "docs/optimizers.md", "docs/operations.md", "docs/packed.md",
+    "docs/which-number.md",
+]  # fmt: skip
 NEEDS = {"docs/integrations.md": ("transformers", "trl", "accelerate", "lightning", "datasets")}
 
 

@@ -90,7 +90,8 @@ def test_payload_says_what_the_tables_say(tmp_path):
     data = payload(run)
     values = run.values()
     assert [c["name"] for c in data["cards"]] == [
-        "Examples", "Steps", "Explained", "Batch share", "Momentum share", "Coverage",
+        "Examples", "Steps", "Explained", "Batch share", "Momentum share", "Steadiness",
+            "Coverage",
     ]  # fmt: skip
     best = [data["columns"]["id"][i] for i in data["lists"]["best"]]
     assert best == values.sort_values("value", ascending=False)["id"].tolist()
@@ -185,7 +186,7 @@ def wait(condition):
 
 def test_the_page_shows_cards_charts_and_tables(page):
     assert page.find_element("id", "title").text == "run"
-    assert len(page.find_elements("css selector", ".card")) == 6
+    assert len(page.find_elements("css selector", ".card")) == 7
     assert len(page.find_elements("css selector", ".chart svg")) == 3
     assert len(rows(page)) == 10 and len(rows(page, "suspects-table")) == 10
     assert page.execute_script("return document.scripts.length") == 2

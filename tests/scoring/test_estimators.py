@@ -22,9 +22,9 @@ def test_an_estimator_is_a_map_and_a_point():
 
 
 @pytest.mark.parametrize("kind", MAPS)
-def test_a_map_comes_from_the_rule_or_is_a_number(kind):
+def test_a_map_comes_from_the_rule_is_a_number_or_the_curvature(kind):
     found = MAPS[kind]
-    assert (found.of_rule is None) != (found.factor is None)
+    assert [found.of_rule is None, found.factor is None, not found.curvature].count(False) == 1
     assert found.default_point in POINTS
 
 

@@ -86,9 +86,9 @@ def trained(kind, data, loss, targets, steps=3, **options):
     return run
 
 
-def assert_as_alone(run, kind, data, loss, targets, steps=3):
+def assert_as_alone(run, kind, data, loss, targets, steps=3, **options):
     for name, batches in targets.items():
-        one = trained(kind, data, loss, {name: batches}, steps).history().iloc[:, 2]
+        one = trained(kind, data, loss, {name: batches}, steps, **options).history().iloc[:, 2]
         scale = one.abs().max()
         assert np.allclose(run.history()[name], one, rtol=1e-9, atol=1e-9 * scale), name
 
@@ -220,11 +220,11 @@ def test_sets_that_do_not_come_back_are_not_measured_for_ever(monkeypatch):
         f"t{q}": [(X[20 + 4 * t :][:4], Y[20 + 4 * t :][:4]) for t in range(3 + q)]
         for q in range(2)
     }
-    run = trained(Zero, (X, Y), plain, targets, steps=12)
+    run = trained(Zero, (X, Y), plain, targets, steps=12, per_step=1)
     assert len(measured) == 3 and not are_joined(run)
-    assert_as_alone(run, Zero, (X, Y), plain, targets, steps=12)
+    assert_as_alone(run, Zero, (X, Y), plain, targets, steps=12, per_step=1)
     measured.clear()
-    run = trained(Zero, (X, Y), plain, targets, steps=15)
+    run = trained(Zero, (X, Y), plain, targets, steps=15, per_step=1)
     assert len(measured) == 3, "those that came back are joined"
     assert are_joined(run)
 

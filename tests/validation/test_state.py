@@ -458,7 +458,9 @@ def test_a_thread_that_draws_while_a_pass_runs_draws_each_number_once(known):
     said = pytest.warns(UserWarning, match="drawn from while inrun ran the validation pass")
     with (
         said if known == "never" else nullcontext(),
-        inrun.watch(model, optimizer, validation=loader, loss=loss, audit_every=0) as run,
+        inrun.watch(
+            model, optimizer, validation=loader, loss=loss, audit_every=0, per_step=1
+        ) as run,
     ):
         for t in range(6):
             if t == (known == "before"):

@@ -35,13 +35,14 @@ def frozen(micro: MicroBatch, params: Mapping[str, Tensor]) -> MicroBatch:
     they were in the forward pass: where they do, the gradients of the examples are formed."""
     found: dict[Node, list[Record]] = {}
     own = {n.name: n for n in micro.records if n.param is not None}
+    device = next(iter(params.values())).device  # records may be offloaded
     formed: dict[str, Tensor] = {}
     for node, records in micro.nodes(params.keys()):
         for record in records:
             if node.param is not None and _holds_its_numbers(record):
                 found.setdefault(node, []).append(record)
                 continue
-            for k, rows in pull_back(node, record.rows()).items():
+            for k, rows in pull_back(node, record.to(device).rows()).items():
                 if k in params:
                     formed[k] = _added(formed.get(k), rows)
     for k, rows in formed.items():

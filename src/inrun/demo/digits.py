@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 import inrun
 from inrun.demo import stage
 from inrun.ledger import LedgerError
+from inrun.ledger.tables import carry_summary
 from inrun.report import metrics
 
 EPOCHS = 20
@@ -28,6 +29,7 @@ FLIPPED = 0.1  # share of the training labels
 VALIDATION, TEST = 300, 497  # of 1,797 images; 1,000 remain for training
 RETRAINED = 3  # trainings per way of removing, each with a seed of its own
 ESTIMATORS = ("secant", "tangent", "sgd")
+WATCHED = (*ESTIMATORS, "carry")
 RANKINGS = {
     "harm": "harm over the ten digits",
     "secant": "sum of secant values",
@@ -128,7 +130,8 @@ def watched(
         targets=inrun.by_label(TensorDataset(*data.validation)),
         loss=val_loss,
         out=out,
-        estimator=ESTIMATORS,
+        estimator=WATCHED,
+        window=20,
         audit_every=10,
         seed=seed,
     )
@@ -150,6 +153,12 @@ def rankings(data: Data, run: inrun.Run, model: nn.Module) -> dict[str, np.ndarr
     with torch.no_grad():
         found["loss"] = F.cross_entropy(model(data.x), data.y, reduction="none").numpy()
     return found
+
+
+def adds_up(run: inrun.Run) -> dict[str, float]:
+    """Who is credited with the loss drop of the run: at the step itself, and through momentum."""
+    found = carry_summary(run.steps("carry"))
+    return {"one_step": float(run.values("secant")["value"].sum()), **found}
 
 
 def one_seed(seed: int, epochs: int, out: Path | None, console: Console) -> dict[str, Any]:
@@ -186,6 +195,7 @@ def one_seed(seed: int, epochs: int, out: Path | None, console: Console) -> dict
         "steps": run.step,
         "accuracy": accuracy(model, data),
         "explained": run.tally.explained,
+        "adds_up": adds_up(run),
         "auroc": {name: metrics.auroc(s, data.flipped) for name, s in scores.items()},
         "precision_at_k": {
             name: metrics.precision_at_k(s, data.flipped, k) for name, s in scores.items()
@@ -250,4 +260,20 @@ def show(result: dict[str, Any], console: Console) -> None:
         f"Each the mean of {RETRAINED * count} trainings. The watched training itself: "
         f"{m['accuracy']:.1%}; its values\nexplain {m['explained']:.1%} of what the batches did "
         "to the validation loss.",
+    )
+    show_sums(m["adds_up"], console)
+
+
+def show_sums(c: dict[str, float], console: Console) -> None:
+    """Does everything add up?"""
+    sums = stage.table("loss drop of the watched training", f"{c['drop']:.3f}")
+    sums.add_row("credited at the step itself (secant)", f"{c['one_step']:.3f}")
+    sums.add_row("credited with what momentum carries on (carry)", f"{c['credited']:.3f}")
+    sums.add_row("weight decay", f"{c['decay']:.3f}")
+    sums.add_row("older than the window, nobody's", f"{c['older']:.3f}")
+    stage.say(
+        console,
+        "Does everything add up?",
+        sums,
+        "The last three make the whole drop. inrun info --estimator carry says more.",
     )

@@ -22,7 +22,9 @@ import pyarrow.parquet as pq
 from inrun.ledger import LedgerError, files
 from inrun.ledger.manifest import KINDS, Lost, Manifest, Part, part_name, read_manifest
 from inrun.ledger.parts import (
+    CARRY,
     LOSSES,
+    MOVED,
     RUN,
     STEPS,
     VALUES,
@@ -95,7 +97,12 @@ class Committed(LedgerTables):
         nobody = np.where(scored, np.nan_to_num(parts).mean(axis=0), np.nan)
         void = np.array(raw["void"].to_pylist(), dtype=object)
         columns |= {"sum": total, "nobody": nobody, "void": void}
-        columns |= audit_columns(total, nobody, *A.mean(axis=1))
+        columns |= dict.fromkeys(MOVED, np.full(len(raw), np.nan))
+        if self.estimators[estimator] == CARRY:
+            moved = np.stack([raw[c].to_numpy() for c in self.columns.moved]).reshape(2, Q, -1)
+            columns |= dict(zip(MOVED, moved.mean(axis=1), strict=True))
+        before, without, after = A.mean(axis=1)
+        columns |= audit_columns(total, nobody, before, without, after, columns["drop"])
         return pd.DataFrame(columns)[list(STEP_COLUMNS)]
 
     def _scan(

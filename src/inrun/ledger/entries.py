@@ -12,7 +12,15 @@ import pandas as pd
 import pyarrow as pa
 
 from inrun.ledger import LedgerError
-from inrun.ledger.tables import STEP_COLUMNS, LedgerTables, Scan, audit_columns, check_targets
+from inrun.ledger.tables import (
+    AUDITED,
+    FORECASTS,
+    STEP_COLUMNS,
+    LedgerTables,
+    Scan,
+    audit_columns,
+    check_targets,
+)
 from inrun.ledger.tokens import Tokens, arrays, fields
 
 ELSEWHERE = "the step is void on another rank"
@@ -38,6 +46,8 @@ class StepEntry:
     a packed row), None for nothing. ``tokens`` are the values of single positions, where these
     were asked for. ``sums`` [E, Q] are those of the values of all ranks, where several train one
     model; ``nobody`` and the audit are then of all of them, too.
+    ``moved`` [E, 2, Q] belongs to ``estimator="carry"`` (NaN for others): how far the loss fell
+    along the step, by the gradient halfway, and weight decay's part of that.
     ``weight`` is 1/p, p the probability with which the step was chosen for scoring.
     """
 
@@ -52,6 +62,7 @@ class StepEntry:
     nobody: np.ndarray | None = None
     tokens: Tokens | None = None
     sums: np.ndarray | None = None
+    moved: np.ndarray | None = None
 
 
 class Ledger(Protocol):
@@ -124,8 +135,15 @@ class RunTables:
 
     def steps(self, estimator: str | None = None) -> pd.DataFrame:
         """One row per optimizer step: lr, sum of values, nobody's part, and where it was audited
-        the loss, batch share, momentum share, residual and explained ratio (means over targets)."""
-        return self._settled().steps(self._index(estimator))
+        the loss, batch share, momentum share, residual and explained ratio (means over targets).
+        For "carry" also how far the loss fell along the step (``drop``, by the gradient halfway)
+        and weight decay's part of it; residual and explained then compare that with the whole
+        measured drop. "influence" does not add up to a loss change: it has no audit."""
+        index = self._index(estimator)
+        found = self._settled().steps(index)
+        if self._names[index].startswith(FORECASTS):
+            found[list(AUDITED)] = np.nan
+        return found
 
     def tokens(
         self, id: int | str | None = None, step: int | None = None, estimator: str | None = None
@@ -178,12 +196,12 @@ class MemoryLedger(LedgerTables):
     def close(self) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
-        return {"records": [_arrays_as_lists(asdict(e)) for e in list(self._entries)]}
+        return {"records": [as_state(e) for e in list(self._entries)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "records" not in state:
             raise LedgerError("this checkpoint was made with a ledger on disk (out=...)")
-        self._entries = [_from_state(d) for d in state["records"]]
+        self._entries = [from_state(d) for d in state["records"]]
 
     def scans(self, n: int) -> list[Scan]:
         entries = list(self._entries)
@@ -256,10 +274,19 @@ def step_row(entry: StepEntry, estimator: int) -> dict[str, Any]:
     row: dict[str, Any] = dict.fromkeys(STEP_COLUMNS, np.nan)
     row |= {"step": entry.step, "lr": entry.lr, "examples": len(entry.ids), "sum": total}
     row |= {"nobody": nobody, "missed": entry.missed, "void": entry.void}
+    if entry.moved is not None and V is not None:
+        row["drop"], row["decay"] = entry.moved[estimator].mean(axis=1)
     if audit is not None:
         losses = (audit.before, audit.without_batch, audit.with_batch)
-        row |= audit_columns(total, nobody, *(float(np.mean(x)) for x in losses))
+        before, without, after = (float(np.mean(x)) for x in losses)
+        row |= audit_columns(total, nobody, before, without, after, row["drop"])
     return row
+
+
+def as_state(entry: StepEntry) -> dict[str, Any]:
+    """An entry as a checkpoint holds it."""
+    found: dict[str, Any] = _arrays_as_lists(asdict(entry))
+    return found
 
 
 def _arrays_as_lists(x: Any) -> Any:
@@ -271,7 +298,7 @@ def _arrays_as_lists(x: Any) -> Any:
     return x
 
 
-def _from_state(d: dict[str, Any]) -> StepEntry:
+def from_state(d: dict[str, Any]) -> StepEntry:
     """Returns an entry from its form in ``state_dict``."""
     ids = d["ids"]
     return StepEntry(
@@ -286,6 +313,7 @@ def _from_state(d: dict[str, Any]) -> StepEntry:
         nobody=None if d.get("nobody") is None else np.asarray(d["nobody"], dtype=np.float64),
         tokens=None if d.get("tokens") is None else _tokens_from_state(d["tokens"]),
         sums=None if d.get("sums") is None else np.asarray(d["sums"], dtype=np.float64),
+        moved=None if d.get("moved") is None else np.asarray(d["moved"], dtype=np.float64),
     )
 
 

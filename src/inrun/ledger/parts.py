@@ -22,6 +22,7 @@ from inrun.ledger.entries import Audit, StepEntry, step_row
 from inrun.ledger.manifest import KINDS, Part
 from inrun.ledger.tokens import arrays, fields
 
+CARRY, MOVED = "carry", ("drop", "decay")  # an estimator whose steps have two numbers more
 LOSSES = ("loss_before", "loss_without_batch", "loss_with_batch")
 RUN = "inrun.run"  # in the footers of both files: the run they belong to
 VALUES, STEPS = "inrun.values.sha256", "inrun.steps.sha256"  # in that of steps, for `inrun repair`
@@ -63,6 +64,12 @@ class Columns:
         """The columns of nobody's part, one per estimator and target."""
         return file_columns(["nobody"], file_columns(self.estimators, self.targets))
 
+    @property
+    def moved(self) -> list[str]:
+        """The columns of the drop along a step and of decay's part of it, one per target, for
+        "carry"; none for other estimators."""
+        return file_columns(MOVED, self.targets) if CARRY in self.estimators else []
+
     def tokens(self, estimator: int) -> list[str]:
         """The columns of what the model received, and of its positions' values for each target."""
         return [name for name, _ in fields(self.values(estimator))]
@@ -71,7 +78,7 @@ class Columns:
         """The last columns, which not all files of this kind have."""
         if kind == "values":
             return fields(file_columns(self.estimators, self.targets))
-        return [(n, pa.float64()) for n in self.nobody]
+        return [(n, pa.float64()) for n in (*self.nobody, *self.moved)]
 
     def schemas(self, kind: str, ids: str | None) -> tuple[pa.Schema, pa.Schema]:
         """The Arrow schemas that a file of this kind may have: with the optional columns, and
@@ -153,6 +160,8 @@ def steps_table(waiting: Sequence[BufferedEntry], columns: Columns) -> pa.Table:
     A = np.array([_losses(r.audit, len(columns.targets)) for r in entries])  # [steps, 3·Q]
     data += [pa.array(loss, from_pandas=True) for loss in A.T]
     data += [pa.array(x, from_pandas=True) for x in _nobody(entries, len(columns.nobody))]
+    if columns.moved:
+        data += [pa.array(x, from_pandas=True) for x in _moved(entries, columns)]
     schema = columns.schemas("steps", None)[0]
     made = [pa.array(x, f.type) for x, f in zip(data, schema, strict=True)]
     return pa.table(made, schema=schema)
@@ -166,6 +175,15 @@ def _nobody(entries: Sequence[StepEntry], n: int) -> np.ndarray:
             own[:] = np.nan
         elif entry.nobody is not None:
             own[:] = entry.nobody.reshape(-1)
+    return found.T
+
+
+def _moved(entries: Sequence[StepEntry], columns: Columns) -> np.ndarray:
+    """The numbers of "carry" by column [2·Q, steps]; NaN where a step has no values."""
+    e, found = columns.estimators.index(CARRY), np.full((len(entries), len(columns.moved)), np.nan)
+    for own, entry in zip(found, entries, strict=True):
+        if entry.values is not None and entry.moved is not None:
+            own[:] = entry.moved[e].reshape(-1)
     return found.T
 
 

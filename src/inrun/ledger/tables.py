@@ -33,8 +33,11 @@ TOGETHER = 32  # columns of a query: DuckDB's time to plan it grows faster than 
 ROUNDING = 1e-6  # times the largest value of a batch: a smaller spread counts as none
 STEP_COLUMNS = (
     "step", "lr", "examples", "sum", "nobody", "loss", "batch_share", "momentum_share",
-    "residual", "explained", "missed", "void",
+    "residual", "explained", "drop", "decay", "missed", "void",
 )  # fmt: skip
+HALVES = ("half 1", "half 2")  # targets, or ends of their names, that ``inrun.halves`` makes
+AUDITED = ("loss", "batch_share", "momentum_share", "residual", "explained")
+FORECASTS = ("influence",)  # estimators that do not add up to a loss change: nothing to audit
 RESERVED = ("step", "id", "value", "steps", "scored", "weight", "harm")
 # scan(estimator, targets, rows): record batches of at most so many rows, with the columns step, id,
 # weight (null where the step was not scored) and the values of these targets, unweighted.
@@ -330,20 +333,25 @@ def _history_table(
     return frame
 
 
-def audit_columns(total: Any, nobody: Any, before: Any, without: Any, after: Any) -> dict[str, Any]:
+def audit_columns(
+    total: Any, nobody: Any, before: Any, without: Any, after: Any, drop: Any = np.nan
+) -> dict[str, Any]:
     """The columns of ``steps()`` that compare the sum of values with measured losses.
 
     Arguments: the sum of values and nobody's part of the batch (a penalty on weights: what it does
     is in the batch share, too), then ℓ(w_t), U(∅) and U(B) as means over targets; numbers or
-    arrays over steps, NaN where a step was not scored or not audited.
+    arrays over steps, NaN where a step was not scored or not audited. ``drop`` is known for
+    "carry", whose sums belong to many steps: it is compared with the whole step instead.
     """
-    share, credited = without - after, total + nobody
+    share, whole = without - after, np.isfinite(drop)
+    credited = np.where(whole, drop, total + nobody)[()]
+    measured = np.where(whole, before - after, share)[()]
     return {
         "loss": before,
         "batch_share": share,
         "momentum_share": before - without,
-        "residual": share - credited,
-        "explained": credited / np.where(share == 0, np.nan, share),
+        "residual": measured - credited,
+        "explained": credited / np.where(measured == 0, np.nan, measured)[()],
     }
 
 
@@ -354,14 +362,32 @@ def audit_summary(steps: pd.DataFrame) -> dict[str, float]:
     """
     audited = steps[steps["batch_share"].notna() & steps["sum"].notna()]
     total, share = float(audited["sum"].sum()), float(audited["batch_share"].sum())
-    nobody = float(audited["nobody"].sum())
-    credited = total + nobody
+    nobody, momentum = float(audited["nobody"].sum()), float(audited["momentum_share"].sum())
+    credited, measured = total + nobody, share
+    if len(audited) and audited["drop"].notna().all():  # "carry": of the whole step
+        credited, measured = float(audited["drop"].sum()), share + momentum
     return {
         "audited": len(audited),
         "sum": total,
         "nobody": nobody,
         "batch_share": share,
-        "momentum_share": float(audited["momentum_share"].sum()),
-        "residual": share - credited,
-        "explained": credited / share if share else float("nan"),
+        "momentum_share": momentum,
+        "residual": measured - credited,
+        "explained": credited / measured if measured else float("nan"),
     }
+
+
+def carry_summary(steps: pd.DataFrame) -> dict[str, float]:
+    """Where the drop of the loss along all steps went, for ``estimator="carry"``; else empty.
+
+    drop = credited + nobody + decay + older: to examples, to what belongs to no example, to
+    decoupled weight decay, and to no one because it is older than the window (or the momentum of
+    void steps, or L2 decay).
+    """
+    known = steps[steps["drop"].notna()]
+    if not len(known):
+        return {}
+    found = {k: float(known[k].sum()) for k in ("drop", "sum", "nobody", "decay")}
+    found["credited"] = found.pop("sum")
+    found["older"] = found["drop"] - found["credited"] - found["nobody"] - found["decay"]
+    return found

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW
 
 from inrun.optimizers.adam_kernel import AdamStep, Numbers
-from inrun.optimizers.base import divided_difference, register_optimizer
+from inrun.optimizers.base import Scale, divided_difference, register_optimizer
 from inrun.optimizers.common import (
     Options,
     Scalar,
@@ -50,6 +50,7 @@ from inrun.optimizers.common import (
     sign,
     step_count,
 )
+from inrun.optimizers.momentum import Momentum, average_share, beta1_of, betas_on_device
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,14 @@ def derivative(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     J = ratio(slope / c.c2, r) / (r + c.eps) ** 2
     J = torch.where(top > b, (1 - c.beta1) / (r + c.eps), J)
     return sign(o) * c.size * J
+
+
+def carried(g: Tensor, w: Tensor, s: State, o: Options) -> Scale:
+    """P = (η/c₁)/(r+ε) with the second moment after the step; 0 where nothing ever moved."""
+    c = _scalars(g, s, o)
+    end = effective_gradient(g, w, o)
+    r = (_largest(average(s.get("exp_avg_sq"), end * end, c.beta2), s, o) / c.c2).sqrt()
+    return Scale(torch.where(r == 0, 0.0, sign(o) * c.size / (r + c.eps)))
 
 
 def _common(o: Options) -> Numbers | None:
@@ -182,6 +191,7 @@ def whole_model(
 _OPTIONS = {
     "decay": decoupled_decay, "factor": factor, "derivative": derivative, "elementwise": True,
     "one_pass": {"secant": one_pass}, "whole_model": whole_model,
+    "momentum": Momentum("exp_avg", average_share, carried, beta1_of, betas_on_device),
 }  # fmt: skip
 
 

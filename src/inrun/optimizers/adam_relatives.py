@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Adamax, NAdam, RAdam
 
 from inrun.optimizers.adam import quotient
-from inrun.optimizers.base import divided_difference, register_optimizer
+from inrun.optimizers.base import Scale, divided_difference, register_optimizer
 from inrun.optimizers.common import (
     Options,
     Scalar,
@@ -26,6 +26,7 @@ from inrun.optimizers.common import (
     sign,
     step_count,
 )
+from inrun.optimizers.momentum import Momentum, Share, average_share, beta1_of, betas_on_device
 
 
 def _nadam_sizes(g: Tensor, s: State, o: Options) -> tuple[Scalar, Scalar, Scalar]:
@@ -55,7 +56,34 @@ def nadam_factor(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     return sign(o) * K
 
 
-@register_optimizer(NAdam, decay=decoupled_decay, factor=nadam_factor, elementwise=True)
+def _nadam_share(s: State, o: Options) -> Share:
+    beta1 = beta1_of(o)
+    for_g, for_a, _ = _nadam_sizes(torch.zeros((), device="cpu"), s, {**o, "lr": 1.0})
+    return Share(for_g + for_a * (1 - beta1), for_a * beta1, 1 - beta1, beta1)
+
+
+def _nadam_carried(g: Tensor, w: Tensor, s: State, o: Options) -> Scale:
+    """P = η/(√(b/c₂) + ε)."""
+    beta2, c2 = o["betas"][1], _nadam_sizes(g, s, o)[2]
+    b = average(s.get("exp_avg_sq"), effective_gradient(g, w, o).square(), beta2)
+    return Scale(_unless_still(b, sign(o) * learning_rate(o) / ((b / c2).sqrt() + o["eps"])))
+
+
+def _unless_still(size: Tensor, K: Tensor) -> Tensor:
+    """K, and 0 where nothing ever moved."""
+    return torch.where(size == 0, 0.0, K)
+
+
+def _nadam_unsupported(o: Options) -> str | None:
+    if o.get("capturable") or o.get("differentiable"):
+        return "NAdam(capturable=True) keeps its momentum's size on the device; leave that out"
+    return betas_on_device(o)
+
+
+@register_optimizer(
+    NAdam, decay=decoupled_decay, factor=nadam_factor, elementwise=True,
+    momentum=Momentum("exp_avg", _nadam_share, _nadam_carried, beta1_of, _nadam_unsupported),
+)  # fmt: skip
 def nadam(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     """η [ (1−μ_t)/(1−P)·ĝ + μ_{t+1}/(1−Pμ_{t+1})·a ] / (√(b/c₂) + ε).
 
@@ -69,26 +97,41 @@ def nadam(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     return (for_g * end + for_a * a) / ((b / c2).sqrt() + o["eps"])
 
 
-@register_optimizer(RAdam, decay=decoupled_decay, elementwise=True)
+def _radam_carried(g: Tensor, w: Tensor, s: State, o: Options) -> Scale:
+    b = average(s.get("exp_avg_sq"), effective_gradient(g, w, o).square(), o["betas"][1])
+    size, K = _radam_sizes(g, b, s, o)
+    return Scale(_unless_still(b, torch.ones_like(b) * (sign(o) * size * K)))
+
+
+@register_optimizer(
+    RAdam, decay=decoupled_decay, elementwise=True,
+    momentum=Momentum("exp_avg", average_share, _radam_carried, beta1_of, betas_on_device),
+)  # fmt: skip
 def radam(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     """(η/c₁)·a·(rect·√c₂/(√b + ε)), or (η/c₁)·a while the length ρ_t of the average is at most 5.
 
     ρ_∞ = 2/(1−β₂) − 1, ρ_t = ρ_∞ − 2tβ₂ᵗ/c₂; ε stands beside √b, before the bias correction.
     """
     beta1, beta2 = o["betas"]
-    t = step_count(s, o, g)
     end = effective_gradient(g, w, o)
     a = average(s.get("exp_avg"), end, beta1)
     b = average(s.get("exp_avg_sq"), end * end, beta2)
+    size, K = _radam_sizes(g, b, s, o)
+    return size * a * K
+
+
+def _radam_sizes(g: Tensor, b: Tensor, s: State, o: Options) -> tuple[Scalar, Scalar]:
+    """η/c₁ and rect·√c₂/(√b + ε), or 1."""
+    (beta1, beta2), t = o["betas"], step_count(s, o, g)
     size = learning_rate(o) / (1 - beta1**t)
     c2 = 1 - beta2**t
     rho_inf = 2 / (1 - beta2) - 1
     rho = rho_inf - 2 * t * beta2**t / c2
     if not isinstance(rho, Tensor):
-        return size * a * (_rectify(rho, rho_inf, c2) / (b.sqrt() + o["eps"]) if rho > 5 else 1.0)
+        return size, _rectify(rho, rho_inf, c2) / (b.sqrt() + o["eps"]) if rho > 5 else 1.0
     # Both branches are formed: keep the idle one finite, for its derivative's sake.
     rect = _rectify(rho.clamp(min=5), rho_inf, c2)
-    return size * a * torch.where(rho > 5, rect / (b.sqrt() + o["eps"]), 1.0)
+    return size, torch.where(rho > 5, rect / (b.sqrt() + o["eps"]), 1.0)
 
 
 def _rectify(rho: Scalar, rho_inf: float, c2: Scalar) -> Scalar:
@@ -96,13 +139,24 @@ def _rectify(rho: Scalar, rho_inf: float, c2: Scalar) -> Scalar:
     return (rect * c2) ** 0.5
 
 
-@register_optimizer(Adamax, elementwise=True)
+def _adamax_carried(g: Tensor, w: Tensor, s: State, o: Options) -> Scale:
+    size = learning_rate(o) / (1 - o["betas"][0] ** step_count(s, o, g))
+    return Scale(sign(o) * size / _adamax_largest(effective_gradient(g, w, o), s, o))
+
+
+@register_optimizer(
+    Adamax, elementwise=True,
+    momentum=Momentum("exp_avg", average_share, _adamax_carried, beta1_of, betas_on_device),
+)  # fmt: skip
 def adamax(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     """(η/c₁)·a / max(β₂u, |ĝ| + ε): ε is inside the maximum."""
-    beta1, beta2 = o["betas"]
-    end = effective_gradient(g, w, o)
+    beta1, end = o["betas"][0], effective_gradient(g, w, o)
     a = average(s.get("exp_avg"), end, beta1)
+    return learning_rate(o) / (1 - beta1 ** step_count(s, o, g)) * a / _adamax_largest(end, s, o)
+
+
+def _adamax_largest(end: Tensor, s: State, o: Options) -> Tensor:
     largest = end.abs() + o["eps"]
     if "exp_inf" in s:
-        largest = torch.maximum(beta2 * s["exp_inf"], largest)
-    return learning_rate(o) / (1 - beta1 ** step_count(s, o, g)) * a / largest
+        largest = torch.maximum(o["betas"][1] * s["exp_inf"], largest)
+    return largest

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from inrun.optimizers.common import Options, Scalar, State, no_decay, widest
+from inrun.optimizers.momentum import Momentum
 from inrun.tensors.derivative import jvp
 
 UpdateMap: TypeAlias = Callable[[Tensor, Tensor, State, Options], Tensor]
@@ -96,6 +97,7 @@ class Rule:
         one_pass: by name of a map (scoring/estimators.py): a function that computes the map's K and
             the weights at a point of the path together, faster than one after the other.
         whole_model: makes of all parameters one step for a GPU kernel (adam_kernel.py).
+        momentum: how its steps depend on past gradients, where that is one average of them.
     """
 
     update: UpdateMap
@@ -111,6 +113,7 @@ class Rule:
     unsupported: Callable[[Optimizer], str | None] | None = None
     one_pass: Mapping[str, OnePass] = field(default_factory=dict, hash=False)
     whole_model: ToWholeModel | None = None
+    momentum: Momentum | None = None
 
     @torch.no_grad()
     def tangent(self, g: Tensor, w: Tensor, s: State, o: Options) -> LinearMap:
@@ -140,6 +143,14 @@ class Rule:
             return u.to(v.dtype)
 
         return integral
+
+    @torch.no_grad()
+    def carried(self, g: Tensor, w: Tensor, s: State, o: Options) -> LinearMap:
+        """The map v ↦ σPᵀv of the whole step, which is P of an average of gradients."""
+        if self.momentum is None:
+            raise TypeError("this rule has no momentum to carry")
+        g, s = widen(g, s, torch.float32)
+        return self.momentum.map(g, w, s, o)
 
     @torch.no_grad()
     def completeness(self, g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
@@ -282,6 +293,11 @@ def rule_for(optimizer: Optimizer) -> Rule:
         "pure function (g, w, state, options) that returns what a step subtracts from the weights "
         "(docs/optimizers.md shows Lion)."
     )
+
+
+def momentum_rules() -> list[str]:
+    """The optimizers whose rules know their momentum."""
+    return sorted(_qualified(k) for k, rule in _REGISTERED.items() if rule.momentum is not None)
 
 
 def has_own_rule(cls: type) -> bool:

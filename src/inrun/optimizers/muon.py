@@ -15,6 +15,7 @@ from torch.optim import Muon
 
 from inrun.optimizers.base import register_optimizer
 from inrun.optimizers.common import Options, Scalar, State, decoupled_decay, learning_rate
+from inrun.optimizers.momentum import LinearMap, Momentum, Share
 
 
 def _direction(g: Tensor, s: State, o: Options) -> Tensor:
@@ -58,7 +59,35 @@ def twin(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     return _size(g, o) * orthogonalise(_direction(g, s, o), o)
 
 
-@register_optimizer(Muon, decay=decoupled_decay, coordinatewise=False, twin=twin)
+def _share(s: State, o: Options) -> Share:
+    mu = float(o["momentum"])
+    if o["nesterov"]:
+        return Share((1 - mu) * (1 + mu), mu * mu, 1 - mu, mu)
+    return Share(1 - mu, mu, 1 - mu, mu)
+
+
+def _carried(g: Tensor, w: Tensor, s: State, o: Options) -> LinearMap:
+    """Every iteration multiplies X by a matrix made of X, so the twin of the update is η'·P M, with
+    P the product of these matrices (M P on the other side of a tall matrix)."""
+    a, b, c = o["ns_coefficients"]
+    M = _direction(g, s, o)
+    tall = M.size(0) > M.size(1)
+    X = M.T if tall else M
+    one = torch.eye(len(X), dtype=X.dtype, device=X.device)
+    size = 1 / X.norm().clamp(min=o["eps"])
+    X, P = X * size, one * size
+    for _ in range(o["ns_steps"]):
+        A = X @ X.T
+        B = a * one + b * A + c * (A @ A)
+        X, P = B @ X, B @ P
+    P = P * _size(g, o)
+    return lambda v: (v.to(P.dtype) @ P if tall else P.T @ v.to(P.dtype)).to(v.dtype)
+
+
+@register_optimizer(
+    Muon, decay=decoupled_decay, coordinatewise=False, twin=twin,
+    momentum=Momentum("momentum_buffer", _share, _carried, lambda o: float(o["momentum"])),
+)  # fmt: skip
 def muon(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     """η'·orthogonalise(M) in bfloat16, η' the adjusted learning rate.
 

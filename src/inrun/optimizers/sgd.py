@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import ASGD, SGD
 
-from inrun.optimizers.base import register_optimizer
+from inrun.optimizers.base import Scale, register_optimizer
 from inrun.optimizers.common import (
     Options,
     Scalar,
@@ -17,6 +17,7 @@ from inrun.optimizers.common import (
     scalar,
     sign,
 )
+from inrun.optimizers.momentum import Momentum, Share
 
 
 def _sgd_gain(s: State, o: Options) -> Scalar:
@@ -30,10 +31,31 @@ def _sgd_gain(s: State, o: Options) -> Scalar:
 
 def sgd_factor(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     """K = J = ση·gain, the same for each coordinate."""
-    return torch.ones_like(g) * (sign(o) * learning_rate(o) * _sgd_gain(s, o))
+    return _filled(g, sign(o) * learning_rate(o) * _sgd_gain(s, o))
 
 
-@register_optimizer(SGD, factor=sgd_factor, derivative=sgd_factor, adaptive=False, elementwise=True)
+def _filled(g: Tensor, x: Scalar) -> Tensor:
+    return torch.ones_like(g) * x
+
+
+def _sgd_share(s: State, o: Options) -> Share:
+    mu, first = float(o["momentum"]), s.get("momentum_buffer") is None
+    if mu == 0:
+        return Share(1.0, 0.0, 0.0, 0.0)
+    add = 1.0 if first else 1.0 - float(o["dampening"])
+    return Share(float(_sgd_gain(s, o)), mu * mu if o["nesterov"] else mu, add, mu)
+
+
+_MOMENTUM = Momentum(
+    "momentum_buffer", _sgd_share, lambda g, w, s, o: Scale(_filled(g, sign(o) * learning_rate(o))),
+    lambda o: float(o["momentum"]),
+)  # fmt: skip
+
+
+@register_optimizer(
+    SGD, factor=sgd_factor, derivative=sgd_factor, adaptive=False, elementwise=True,
+    momentum=_MOMENTUM,
+)  # fmt: skip
 def sgd(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     """η·b, or η(ĝ + μb) with nesterov, b = μ·b₋ + (1 − τ)ĝ; the first step has b = ĝ, undampened.
 

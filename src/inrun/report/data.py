@@ -83,6 +83,7 @@ def _about(saved: SavedRun, facts: dict[str, Any]) -> list[str]:
         *(str(n) for n in names if n),
         f"{facts['estimator']} values",
         f"{Q} target{'s' if Q > 1 else ''}",
+        *([str(facts["validation"])] if facts["validation"] else []),
         str(info.get("created", ""))[:10],
     ]
 
@@ -169,8 +170,12 @@ def _audit(steps: pd.DataFrame) -> dict[str, Any] | None:
     series: dict[str, Any] = {"step": audited["step"].to_numpy()[keep].tolist()}
     series["loss"] = _numbers(audited["loss"].iloc[keep])
     nobody = ("nobody",) if audited["nobody"].any() else ()
-    for name in ("sum", *nobody, "batch_share", "momentum_share", "residual"):
-        series[name] = _numbers(audited[name].cumsum().iloc[keep])
+    names = {name: audited[name] for name in ("sum", *nobody, "batch_share", "momentum_share")}
+    if audited["drop"].notna().all():  # "carry": the whole step is credited
+        whole = audited["batch_share"] + audited["momentum_share"]
+        names = {"whole": whole, "drop": audited["drop"], "decay": audited["decay"]}
+    for name, column in (names | {"residual": audited["residual"]}).items():
+        series[name] = _numbers(column.cumsum().iloc[keep])
     return series | {"audited": len(audited), "steps": len(steps)}
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pandas as pd
 
 from inrun.ledger.saved import SavedRun
-from inrun.ledger.tables import audit_summary
+from inrun.ledger.tables import audit_summary, carry_summary
+from inrun.report.noise import in_words, noise
 
 
 def facts_of(saved: SavedRun, estimator: str | None = None) -> dict[str, Any]:
@@ -34,6 +35,8 @@ def collect(
         "coverage": coverage.get("share") if isinstance(coverage, dict) else None,
         "bytes": saved.bytes,
         **audit_summary(steps),
+        "carry": carry_summary(steps),
+        **noise(saved.targets, values, saved.info.get("validation")),
     }
 
 
@@ -49,7 +52,9 @@ def describe(f: dict[str, Any]) -> dict[str, str]:
         "estimators": ", ".join(f["estimators"]),
         "sum of values": f"{f['sum_of_values']:.4g} ({f['estimator']})",
     }
-    if f["audited"]:
+    if f["carry"]:
+        text |= _carried(f)
+    elif f["audited"]:
         text |= {
             "explained": f"{f['explained']:.1%} of the batch share",
             "batch share": f"{f['batch_share']:.4g} over {f['audited']:,} audited steps",
@@ -59,9 +64,33 @@ def describe(f: dict[str, Any]) -> dict[str, str]:
         }
     else:
         text["explained"] = "not audited (audit_every)"
+    if f["validation"] is not None:
+        text["validation"] = f["validation"]
+    text["steadiness"] = in_words(f)
     if f["coverage"] is not None:
         text["coverage"] = f"{f['coverage']:.1%} of the parameters scored"
     return text
+
+
+def _carried(f: dict[str, Any]) -> dict[str, str]:
+    """Does everything add up, where momentum is credited, too?"""
+    c = f["carry"]
+    text = {
+        "loss drop": f"{c['drop']:.4g} along all steps",
+        "credited": f"{c['credited']:.4g} to examples ({_of(c['credited'], c['drop'])})",
+        "decay": f"{c['decay']:.4g}, decoupled weight decay",
+        "older": f"{c['older']:.4g}, credited to nobody: older than the window",
+    }
+    if c["nobody"]:
+        text["nobody's part"] = f"{c['nobody']:.4g}"
+    if f["audited"]:
+        text["explained"] = f"{f['explained']:.1%} of the drop measured in {f['audited']:,} steps"
+        text["residual"] = f"{f['residual']:.4g}"
+    return text
+
+
+def _of(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "of nothing"
 
 
 def _nobody(f: dict[str, Any]) -> dict[str, str]:
@@ -72,41 +101,60 @@ def _nobody(f: dict[str, Any]) -> dict[str, str]:
 def cards(f: dict[str, Any]) -> list[dict[str, str]]:
     """The report's headline: name, number, note."""
     never = f"{f['never_scored']:,} never scored" if f["never_scored"] else "all of them scored"
-    drop = f["batch_share"] + f["momentum_share"]
     steps = [f"{f['scored_steps']:,} scored"]
     if f["void_steps"]:
         steps.append(f"{f['void_steps']:,} void")
     if f["audited"]:
         steps.append(f"{f['audited']:,} audited")
     found = [
-        {"name": "Examples", "value": f"{f['examples']:,}", "note": never},
-        {"name": "Steps", "value": f"{f['steps']:,}", "note": ", ".join(steps)},
+        _card("Examples", f"{f['examples']:,}", never),
+        _card("Steps", f"{f['steps']:,}", ", ".join(steps)),
+    ]
+    if f["carry"]:
+        found += _carry_cards(f)
+    elif f["audited"]:
+        found += _audit_cards(f)
+    else:
+        found.append(_card("Explained", "–", "no audited steps on record"))
+    steady = f["steadiness"]
+    note = in_words(f) if steady is None else "of the rankings, from halves of the validation set"
+    found.append(_card("Steadiness", "–" if steady is None else f"{steady:.2f}", note))
+    if f["coverage"] is not None:
+        found.append(_card("Coverage", f"{f['coverage']:.1%}", "of the parameters scored"))
+    return found
+
+
+def _card(name: str, value: str, note: str) -> dict[str, str]:
+    return {"name": name, "value": value, "note": note}
+
+
+def _carry_cards(f: dict[str, Any]) -> list[dict[str, str]]:
+    """Where the loss drop went, momentum included."""
+    c = f["carry"]
+    what = f"of the loss drop of {c['drop']:.3g} is in the values, momentum included"
+    found = [
+        _card("Credited", _of(c["credited"], c["drop"]), what),
+        _card("Decay", f"{c['decay']:.3g}", "weight decay's part"),
+        _card("Older", f"{c['older']:.3g}", "older than the window, credited to nobody"),
     ]
     if f["audited"]:
-        whole, rest = "taken off the loss by the batches", "credited to nobody"
-        if min(f["batch_share"], f["momentum_share"]) >= 0 < drop:  # parts of one whole
-            whole = f"{f['batch_share'] / drop:.0%} of the loss change"
-            rest = f"{f['momentum_share'] / drop:.0%}, credited to nobody"
-        elif f["momentum_share"] < 0:
-            rest = "given back, credited to nobody"
-        found += [
-            {
-                "name": "Explained",
-                "value": f"{f['explained']:.1%}",
-                "note": "of the batch share is in the values"
-                + (" and nobody's part" if f["nobody"] else ""),
-            },
-            {"name": "Batch share", "value": f"{f['batch_share']:.3g}", "note": whole},
-            {"name": "Momentum share", "value": f"{f['momentum_share']:.3g}", "note": rest},
-        ]
-    else:
-        found.append({"name": "Explained", "value": "–", "note": "no audited steps on record"})
-    if f["coverage"] is not None:
-        found.append(
-            {
-                "name": "Coverage",
-                "value": f"{f['coverage']:.1%}",
-                "note": "of the parameters scored",
-            }
-        )
+        note = f"of the drop measured in {f['audited']:,} steps is in the sum"
+        found.append(_card("Explained", f"{f['explained']:.1%}", note))
     return found
+
+
+def _audit_cards(f: dict[str, Any]) -> list[dict[str, str]]:
+    """What the batches of the audited steps did, and what momentum did."""
+    drop = f["batch_share"] + f["momentum_share"]
+    whole, rest = "taken off the loss by the batches", "credited to nobody"
+    if min(f["batch_share"], f["momentum_share"]) >= 0 < drop:  # parts of one whole
+        whole = f"{f['batch_share'] / drop:.0%} of the loss change"
+        rest = f"{f['momentum_share'] / drop:.0%}, credited to nobody"
+    elif f["momentum_share"] < 0:
+        rest = "given back, credited to nobody"
+    in_values = "of the batch share is in the values" + (" and nobody's part" * bool(f["nobody"]))
+    return [
+        _card("Explained", f"{f['explained']:.1%}", in_values),
+        _card("Batch share", f"{f['batch_share']:.3g}", whole),
+        _card("Momentum share", f"{f['momentum_share']:.3g}", rest),
+    ]

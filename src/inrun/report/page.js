@@ -46,7 +46,12 @@ function audit() {
   byId("audit-lead").textContent = `At ${count(a.audited)} of ${count(a.steps)} steps the validation loss was measured before the step, after momentum and decay alone, and after the whole step.`;
   lines(byId("loss"), byId("loss-readout"), a.step, [{ name: "loss", values: a.loss, style: "s-loss" }],
     `Validation loss from ${number(a.loss[0])} to ${number(a.loss[a.loss.length - 1])}`, 200);
-  const series = [
+  const series = a.whole ? [
+    { name: "loss drop (measured)", values: a.whole, style: "s-batch" },
+    { name: "loss drop (credited, momentum included)", values: a.drop, style: "s-sum" },
+    { name: "weight decay's part", values: a.decay, style: "s-nobody" },
+    { name: "residual", values: a.residual, style: "s-residual" },
+  ] : [
     { name: "batch share (measured)", values: a.batch_share, style: "s-batch" },
     { name: "sum of values (credited)", values: a.sum, style: "s-sum" },
     ...(a.nobody ? [{ name: "nobody's part", values: a.nobody, style: "s-nobody" }] : []),
@@ -58,7 +63,8 @@ function audit() {
     key.append(svg("line", { x1: 0, x2: 26, y1: 5, y2: 5, class: "line " + s.style }));
     byId("shares-legend").append(el("li", null, key, s.name));
   }
-  lines(byId("shares"), byId("shares-readout"), a.step, series, `Batch share, sum of values, ${a.nobody ? "nobody's part, " : ""}momentum share and residual, summed over the audited steps`, 280);
+  const what = a.whole ? "Measured and credited loss drop, decay and residual" : `Batch share, sum of values, ${a.nobody ? "nobody's part, " : ""}momentum share and residual`;
+  lines(byId("shares"), byId("shares-readout"), a.step, series, `${what}, summed over the audited steps`, 280);
 }
 
 function examples() {

@@ -19,6 +19,7 @@ from inrun.errors import BatchError
 from inrun.gradients import Form
 from inrun.ledger.entries import Ledger, StepEntry, step_row
 from inrun.ledger.tables import harm_of
+from inrun.scoring.carry import Window
 from inrun.scoring.conclude import Pending, StepResult
 
 
@@ -30,19 +31,23 @@ class Config:
     point: str | None
     training: str
     audit_every: int
-    per_step: int
+    per_step: int | str | None
     every: int
     batch_dim: int
     ignore: tuple[str, ...]
     form: Form
     seed: int
     step_together: bool = True  # with several optimizers: their steps make one step
+    window: int | None = None  # of "carry": steps for which a batch is followed
+    smooth: float = 0.0  # running mean of the validation gradient
 
     def saved(self) -> dict[str, Any]:
-        """For run.json; a run of one optimizer is described as before there could be several."""
+        """For run.json; a run without a window or smoothing is described as before there were."""
         found = asdict(self)
-        if self.step_together:
-            del found["step_together"]
+        if self.window is None:
+            del found["window"]
+        if not self.smooth:
+            del found["smooth"]
         return found
 
     def scores(self, step: int) -> bool:
@@ -206,7 +211,7 @@ class MemoryLimit:
     def add(self, new: int) -> None:
         """Count ``new`` bytes; raises MemoryError beyond the limit."""
         if self.limit is None:
-            self.limit = _free_bytes(self.device(), self.offload)
+            self.limit = free_bytes(self.device(), self.offload)
         self.held += new
         if self.held > self.limit:
             raise MemoryError(
@@ -218,7 +223,7 @@ class MemoryLimit:
             )
 
 
-def _free_bytes(device: torch.device, offload: bool) -> int:
+def free_bytes(device: torch.device, offload: bool) -> int:
     """Bytes that can still be allocated where records are kept."""
     if device.type == "cuda" and not offload:
         free, _ = torch.cuda.mem_get_info(device)
@@ -232,13 +237,16 @@ def _free_bytes(device: torch.device, offload: bool) -> int:
 class EntryQueue:
     """Steps on their way to the ledger, in order: some wait for values that are still on a device.
 
-    ``on_result`` is called with the result of each step when its values are there.
+    ``on_result`` is called with the result of each step when its values are there. With ``carry``
+    a step then waits until its values are complete, some steps later.
     """
 
     def __init__(
-        self, ledger: Ledger, tally: Tally, on_result: Callable[[StepResult], None]
-    ) -> None:
+        self, ledger: Ledger, tally: Tally, on_result: Callable[[StepResult], None],
+        carry: Window | None = None,
+    ) -> None:  # fmt: skip
         self._ledger, self._tally, self._on_result = ledger, tally, on_result
+        self._carry = carry
         self._waiting: deque[tuple[StepEntry, Pending]] = deque()
         self._lock = threading.RLock()  # tables may be asked for in another thread
 
@@ -263,15 +271,42 @@ class EntryQueue:
         done = replace(
             entry, values=result.values, void=result.void, audit=result.audit,
             missed=result.missed, nobody=result.nobody, tokens=result.tokens, sums=result.sums,
+            moved=result.moved,
         )  # fmt: skip
-        self._ledger.append(done)
-        self._tally.add(done)
+        self._record([done] if self._carry is None else self._carry.settled(done))
+
+    def _record(self, entries: Iterable[StepEntry]) -> None:
+        for entry in entries:
+            self._ledger.append(entry)
+            self._tally.add(entry)
+
+    def incomplete(self) -> list[StepEntry]:
+        """The steps that wait for carried values, with what they were credited so far."""
+        with self._lock:
+            return [] if self._carry is None else self._carry.so_far()
+
+    def replace(self, entries: Iterable[StepEntry]) -> None:
+        """Drop the steps that wait and record these instead: the run goes back to a checkpoint."""
+        with self._lock:
+            self._waiting.clear()
+            if self._carry is not None:
+                self._carry.forget()
+            self._record(entries)
+
+    def finish(self) -> None:
+        """The run is over: record all steps that wait, with what they were credited."""
+        with self._lock:
+            self.settle()
+            if self._carry is not None:
+                self._record(self._carry.flush())
 
 
 class Tally:
-    """Running sums over the steps of a run, of its first estimator."""
+    """Running sums over the steps of a run, of its first estimator. ``adds_up``: its values do, to
+    a loss change that can be measured."""
 
-    def __init__(self) -> None:
+    def __init__(self, adds_up: bool = True) -> None:
+        self.adds_up = adds_up
         self.listeners: list[Callable[[Tally], None]] = []
         self.closers: list[Callable[[], None]] = []
         self.by_id: dict[Any, float] | None = None  # kept only when somebody asks for ids
@@ -282,6 +317,7 @@ class Tally:
         self.last, self.steps, self.scored, self.void, self.rows = -1, 0, 0, 0, 0
         self.total = 0.0  # sum of all values
         self.audited, self.credited, self.batch, self.momentum = 0, 0.0, 0.0, 0.0
+        self.whole = False  # "carry": the whole steps are explained, not the batches' share
         self.loss = float("nan")
         if self.by_id is not None:
             self.by_id = {}
@@ -291,8 +327,9 @@ class Tally:
     @property
     def explained(self) -> float:
         """Sum of values and nobody's part / batch share over the audited steps; NaN before the
-        first audit."""
-        return self.credited / self.batch if self.batch else float("nan")
+        first audit. For "carry": the drop along the steps / the measured one."""
+        measured = self.batch + self.momentum if self.whole else self.batch
+        return self.credited / measured if measured and self.adds_up else float("nan")
 
     def add(self, entry: StepEntry) -> None:
         if entry.step <= self.last:  # the run went back to a checkpoint
@@ -306,7 +343,8 @@ class Tally:
             self.total += row["sum"] * entry.weight
             if entry.audit is not None:
                 self.audited += 1
-                self.credited += row["sum"] + row["nobody"]
+                self.whole = bool(np.isfinite(row["drop"]))
+                self.credited += row["drop"] if self.whole else row["sum"] + row["nobody"]
                 self.batch += row["batch_share"]
                 self.momentum += row["momentum_share"]
                 self.loss = row["loss"]
@@ -343,7 +381,8 @@ class Tally:
         if self.audited:
             parts.append(f"validation loss {self.loss:.4g}")
         if np.isfinite(self.explained):
-            parts.append(f"explained {self.explained:.1%} of the batch share")
+            share = "loss drop" if self.whole else "batch share"
+            parts.append(f"explained {self.explained:.1%} of the {share}")
         if self.void:
             parts.append(f"{self.void:,} void")
         return " · ".join(parts)

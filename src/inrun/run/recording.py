@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 from uuid import uuid4
 
@@ -28,7 +27,7 @@ def make_ledger(
 
     def make(run: str | None) -> RankedStore:
         return RankedStore.of_rank(
-            out, world.rank, world.size, asdict(config), targets, names, overwrite, run
+            out, world.rank, world.size, config.saved(), targets, names, overwrite, run
         )
 
     def first() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -219,15 +220,21 @@ def named_targets(
     return named
 
 
-def check_choices(training: str, form: str, per_step: int, every: int) -> None:
+def check_choices(
+    training: str, form: str, per_step: int | str | None, every: int, smooth: float
+) -> None:
     """Refuse values of these arguments of ``watch`` that mean nothing."""
     if training not in ("bitwise", "fast"):
         raise ValueError(f"training={training!r} is not known: use 'bitwise' or 'fast'")
     if form not in ("auto", "ghost", "materialise"):
         raise ValueError(f"form={form!r} is not known: use 'auto', 'ghost' or 'materialise'")
+    if isinstance(per_step, str) and per_step != "all":
+        raise ValueError(f"per_step={per_step!r} is not known: use a number, 'all' or None")
     for name, number in (("per_step", per_step), ("every", every)):
-        if number < 1:
+        if isinstance(number, int) and number < 1:
             raise ValueError(f"{name}={number} must be at least 1")
+    if not 0 <= smooth < 1:
+        raise ValueError(f"smooth={smooth} must be at least 0 and below 1: the share that is kept")
 
 
 def check_estimators(estimator: str | Sequence[str], point: str | None) -> tuple[str, ...]:
@@ -235,14 +242,14 @@ def check_estimators(estimator: str | Sequence[str], point: str | None) -> tuple
     names = (estimator,) if isinstance(estimator, str) else tuple(estimator)
     if not names:
         raise ValueError("estimator=[] records nothing: name at least one, as 'secant'")
-    meaning: dict[tuple[str, str, bool], str] = {}
+    meaning: dict[Estimator, str] = {}
     for name in names:
         if not isinstance(name, str):
             raise ValueError(f"estimator {name!r} is a {type(name).__name__}: use strings")
         if name.endswith("+"):
             raise ValueError(f"estimator {name!r} names no point after the plus")
         found = Estimator.parse(name, point)
-        same = meaning.setdefault((found.kind, found.point, found.sampled), name)
+        same = meaning.setdefault(replace(found, name=""), name)
         if same is not name or names.count(name) > 1:
             raise ValueError(
                 f"the estimators {same!r} and {name!r} are the same ({found.kind} at the "

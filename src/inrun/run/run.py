@@ -8,7 +8,7 @@ after optimizer.step()      scorer: was it the step that was predicted? then led
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -23,7 +23,6 @@ from inrun.capture.micro_batch import MicroBatch
 from inrun.errors import BatchError
 from inrun.exact.check import PERMUTATIONS, Check
 from inrun.exact.repeat import ModelCalls
-from inrun.ledger import LedgerError
 from inrun.ledger.entries import Ledger, RunTables, StepEntry
 from inrun.optimizers.joint import Optimizers, members_of
 from inrun.ranks.world import ALONE, World
@@ -38,6 +37,8 @@ from inrun.run.bookkeeping import (
     as_ids,
     as_owner,
 )
+from inrun.run.carrying import make_window
+from inrun.run.checkpoints import Checkpoints
 from inrun.run.coverage import (
     ModuleTree,
     UnscoredParameters,
@@ -47,16 +48,17 @@ from inrun.run.coverage import (
     scored_parameters,
     trainable,
 )
+from inrun.run.curving import save_curvature, with_curvature
 from inrun.run.logging import Summary
-from inrun.run.recording import claim, of_this_rank, share_coverage
+from inrun.run.recording import claim, share_coverage
 from inrun.run.stepping import IN_BATCH, Stepper
 from inrun.scoring.conclude import Begun, Pending, StepResult
-from inrun.scoring.estimators import Estimator
+from inrun.scoring.estimators import CARRY, Estimator
 from inrun.scoring.scorer import Scorer
 from inrun.validation.validator import Validator
 
 
-class Run(BeginEnd, Summary, RunTables):
+class Run(BeginEnd, Checkpoints, Summary, RunTables):
     """A watched training run. Made by :func:`inrun.watch`."""
 
     def __init__(
@@ -85,7 +87,8 @@ class Run(BeginEnd, Summary, RunTables):
         self._validator, self._ledger = validator, ledger
         self._overwrite, self._loaded, self._described = overwrite, False, False
         together = (optimizer,) if config.step_together else members_of(optimizer)
-        scoring = (self.params, self.estimators, validator, max_norm, scaler, world)
+        carry = make_window(config, self.estimators, optimizer, offload, memory_limit, self._device)
+        scoring = (self.params, self.estimators, validator, max_norm, scaler, world, carry)
         self._steppers = [Stepper(o, Scorer(model, o, *scoring)) for o in together]
         for stepper in self._steppers:
             stepper.score(self.params)
@@ -99,8 +102,8 @@ class Run(BeginEnd, Summary, RunTables):
         self._empty, self._unscored = EmptyBatches(), UnscoredParameters()
         self._capture.on_empty = self._empty.ended
         self._capture.provenance.held = held_by(optimizer)
-        self.tally = Tally()
-        self._entries = EntryQueue(ledger, self.tally, self._on_result)
+        self.tally = Tally(adds_up=not self.estimators[0].curvature)
+        self._entries = EntryQueue(ledger, self.tally, self._on_result, carry)
         self._id_type: type | None = None
         self._check: Check | None = None
         self._hooks = Hooks(self, model, self._steppers, self._on_step, self._after_step)
@@ -188,6 +191,14 @@ class Run(BeginEnd, Summary, RunTables):
         the returned object holds the numbers.
         """
         self.world.refuse_check()
+        if self.estimators[0].kind == CARRY or self.estimators[0].curvature:
+            name = self.estimators[0].name
+            raise ValueError(
+                f"check() compares one step, and {name!r} credits an example for more: name an "
+                f"estimator of one step first, as estimator=['secant', {name!r}]"
+            )
+        if self.config.smooth:
+            raise ValueError("check() compares one step, and smooth= mixes many: leave that out")
         self._check = Check(permutations=permutations)
         return self._check
 
@@ -201,12 +212,13 @@ class Run(BeginEnd, Summary, RunTables):
             self._drop_open_batch()
             for stepper in self._steppers:
                 self._give_up_step(stepper, refuse=False)
-            self._entries.settle()
+            self._entries.finish()
             self._forget(*self._steppers)
             self._capture.close()
             self._validator.close()
             for stepper in self._steppers:
                 stepper.scorer.close()
+            save_curvature([stepper.scorer for stepper in self._steppers], self._ledger)
         try:
             self._settled().close()
         finally:
@@ -219,45 +231,11 @@ class Run(BeginEnd, Summary, RunTables):
         self.close()
 
     def coverage(self) -> pd.DataFrame:
-        """One row per parameter: is it scored, through which operations, in which form."""
+        """One row per parameter: is it scored, through which operations, in which form; with
+        ``estimator="influence"`` also how its curvature is kept, and the bytes of it."""
         others = self._left_out | self._unscored.outside
-        return coverage_table(self.params, others, self._capture.keeper.coverage)
-
-    def state_dict(self) -> dict[str, Any]:
-        """For the user's checkpoint: where the run stands. Everything recorded is safe first.
-
-        Raises LedgerError if records could not be written; training itself goes on without.
-        """
-        ledger = self._settled()
-        ledger.flush()
-        return {
-            "step": self.step,
-            "unwatched": self.unwatched,
-            "next_audit": [stepper.next_audit for stepper in self._steppers],
-            "validation": self._validator.state_dict(),
-            "ledger": ledger.state_dict(),
-            "rank": self.world.rank,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint; what was recorded after it is forgotten."""
-        wanted = ("step", "unwatched", "next_audit", "validation", "ledger")
-        if missing := [key for key in wanted if key not in state]:
-            raise LedgerError(
-                f"this is not what run.state_dict() returned: it has no {missing[0]!r}. Keep that "
-                "under a key of its own in the checkpoint and pass it here as it was"
-            )
-        self._settled().load_state_dict(of_this_rank(self.world, state))  # not another run's
-        self._ledger.truncate(state["step"])
-        self._forget(*self._steppers)
-        self.step, self.unwatched = state["step"], state["unwatched"]
-        audits = state["next_audit"]
-        for i, stepper in enumerate(self._steppers):
-            stepper.taking = None
-            known = audits if isinstance(audits, list) else [audits]  # saved before several could
-            stepper.next_audit = known[min(i, len(known) - 1)]
-        self._validator.load_state_dict(state["validation"])
-        self._loaded = True
+        table = coverage_table(self.params, others, self._capture.keeper.coverage)
+        return table if self.curvature is None else with_curvature(table, self.params)
 
     # One step
 
@@ -357,7 +335,8 @@ class Run(BeginEnd, Summary, RunTables):
             return
         claim(self.world, self._ledger, self._loaded, self._overwrite)
         share_coverage(self.world, self._capture.keeper.coverage)
-        self._ledger.update_info(**describe(self.model, self.optimizer, self.coverage()))
+        found = describe(self.model, self.optimizer, self.coverage())
+        self._ledger.update_info(**found, validation=self._validator.described)
         self._described = True
 
     # Bookkeeping

@@ -10,11 +10,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from inrun.gradients import Form
-from inrun.optimizers.joint import members_of
+from inrun.optimizers.joint import Optimizers, members_of
 from inrun.ranks.world import World
 from inrun.ranks.world import unwrapped as inner_model
 from inrun.run.bookkeeping import Config
+from inrun.run.carrying import check_carry
 from inrun.run.coverage import scored_parameters
+from inrun.run.curving import check_curvature
 from inrun.run.recording import make_ledger
 from inrun.run.refusals import (
     check_choices,
@@ -43,7 +45,7 @@ def watch(
     point: str | None = None,
     training: Literal["bitwise", "fast"] = "bitwise",
     audit_every: int = 50,
-    per_step: int = 1,
+    per_step: int | Literal["all"] | None = None,
     every: int = 1,
     ignore: str | Sequence[str] = (),
     batch_dim: int = 0,
@@ -56,6 +58,8 @@ def watch(
     seed: int = 0,
     step_together: bool = True,
     process_group: Any = None,
+    window: int | None = None,
+    smooth: float = 0.0,
 ) -> Run:
     """Watch a training loop: what does each example do to the validation loss?
 
@@ -66,8 +70,9 @@ def watch(
             (docs/optimizers.md). What ``accelerator.prepare`` returns is taken, too. Several in a
             list, ``[muon, adamw]``: see ``step_together``.
         validation: a loader or list of batches; the loss on them is what examples are valued by.
-            It is cycled, ``per_step`` batches at each step, in its own order. A dataset of rows
-            (torch's, Hugging Face's) is taken in batches of 32, if its rows need no padding.
+            A small set is used whole at every step, a large one in turn: see ``per_step``. A
+            dataset of rows (torch's, Hugging Face's) is taken in batches of 32, if its rows need no
+            padding.
         targets: several of them by name, instead of ``validation``. See :func:`inrun.by_label`.
         loss: ``loss(model, batch) -> scalar``; by default ``model(**batch).loss``.
         out: a folder for the ledger; None keeps it in memory. A folder that holds an earlier run
@@ -75,7 +80,10 @@ def watch(
         overwrite: start again in such a folder; what it holds is forgotten at the first step.
         estimator: "secant" (values add up), "shapley" (the same, and right in the first steps,
             where it costs more: docs/accuracy.md), "tangent" (Theorem 4.2 of the paper), "sgd"
-            (ignores the optimizer), or several; a point of its own after a plus: "secant+gauss2".
+            (ignores the optimizer), "carry" (also what momentum carries into later steps; see
+            ``window``), "influence" (what would be lost without the example, by the inverse
+            curvature: docs/which-number.md; "influence:1" sets its damping), or several; a point of
+            its own after a plus: "secant+gauss2".
         point: where the validation gradient is taken: "midpoint", "current" or "gauss2" (two
             points, twice the cost); None is midpoint for secant and current for the others.
         training: "bitwise" leaves the training as it is without inrun, bit for bit; "fast" forms
@@ -84,7 +92,10 @@ def watch(
             compiled by ``torch.compile`` is the same up to rounding in any case.
         audit_every: every ``audit_every`` steps, measure the validation losses before the step,
             after it without the batch and after it with the batch; 0 never.
-        per_step: validation batches per step and target; their losses are averaged.
+        per_step: validation batches per step and target; their losses are averaged. "all" uses the
+            whole set, which makes values far less noisy and costs a pass for each batch. None: the
+            whole set if it has at most 4 batches, otherwise one batch, in turn, in the loader's
+            own order. ``run.json`` and the report say which.
         every: score each step with probability 1/every and weight its values by ``every``.
         ignore: parameters to leave out: names as ``run.coverage()`` shows them, or patterns such as
             ``"encoder.*"``. One that matches nothing is refused.
@@ -94,7 +105,8 @@ def watch(
         chunk: rows of a validation batch to process at a time (right for losses that are means
             over rows); chosen by itself when a GPU runs out of memory.
         offload: keep what is captured in host memory until the step.
-        memory_limit: bytes the captures of one step may take; by default what is free.
+        memory_limit: bytes the captures of one step may take (of all that "carry" keeps); by
+            default what is free.
         max_norm: the norm gradients are clipped to, if they are; otherwise it is recognised, at
             the latest from the second clipped step on (docs/method.md).
         scaler: the ``GradScaler``, needed only if gradients are also clipped by norm; that of a
@@ -110,6 +122,12 @@ def watch(
         process_group: the processes over which the loop averages the gradients by itself, inside
             ``run.batch``; with ``DistributedDataParallel`` or ``fully_shard`` it is found
             (docs/distributed.md).
+        window: for "carry": how many steps a batch is followed. Captures are kept so long, and a
+            step enters the tables when its window is over or the run is closed. By default until
+            less than 1 % of a gradient is left in the momentum (44 steps for 0.9).
+        smooth: where each step sees a part of the validation set, value examples by a running mean
+            of the validation gradient: ``smooth=0.9`` keeps 90 % of it at each step. Rankings are
+            less noisy; the values of a step no longer add up to its batch share.
 
     Returns:
         A :class:`Run`, also a context manager that closes itself. In a notebook it replaces a run
@@ -117,25 +135,30 @@ def watch(
     """
     optimizer, scaler = unwrapped(optimizer, scaler)
     data = named_targets(validation, targets)
-    check_choices(training, form, per_step, every)
+    check_choices(training, form, per_step, every, smooth)
     patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     config = Config(
         check_estimators(estimator, point), point, training, audit_every, per_step, every,
-        batch_dim, patterns, form, seed, step_together,
+        batch_dim, patterns, form, seed, step_together, window, smooth,
     )  # fmt: skip
     check_model(model)  # refuse before anything is made on disk
     watched = check_optimizers(optimizer, model, step_together, every)
     check_sharded_step(model, members_of(watched), step_together, scaler)
     world, model = World.of(model, process_group), inner_model(model)
     replace_earlier([model, *members_of(watched)], out, overwrite)
-    scored_parameters(model, watched, patterns)
-    validator = Validator(model, data, loss, per_step, chunk, seed, batch_dim, world)
+    _check_fit(config, model, watched, world)
+    validator = Validator(model, data, loss, per_step, chunk, seed, batch_dim, world, smooth)
     ledger = make_ledger(world, out, config, list(data), overwrite)
+    others = (offload, memory_limit, max_norm, scaler, overwrite, world)
     try:
-        return Run(
-            model, watched, config, validator, ledger, offload, memory_limit, max_norm, scaler,
-            overwrite, world,
-        )  # fmt: skip
+        return Run(model, watched, config, validator, ledger, *others)
     except BaseException:
         ledger.close()
         raise
+
+
+def _check_fit(config: Config, model: nn.Module, optimizer: Optimizers, world: World) -> None:
+    """Refuse estimators that do not fit this run, and a model without parameters to score."""
+    check_carry(config, optimizer, world)
+    check_curvature(config, model, optimizer, world)
+    scored_parameters(model, optimizer, config.ignore)

@@ -64,6 +64,24 @@ def refuse_sums(
     raise CaptureError(conclusion.message + where)
 
 
+def check_step(
+    scorer: Scorer, check: Check, step: Step, ids: np.ndarray, values: np.ndarray,
+    clipping: Clipping,
+) -> None:  # fmt: skip
+    """Fill in ``check``: the values of the first estimator beside exact Shapley values."""
+    check.step, check.estimator = step.number, scorer.estimators[0].name
+    ids, values, rows, nobody = gathered(
+        scorer.world, check, scorer.model, scorer.params, step.micros, step.G, step.tolerance,
+        ids, values,
+    )  # fmt: skip
+    compare(
+        check, ids, values.mean(0), rows, nobody,
+        scorer.params, scorer.model, scorer.optimizer,
+        lambda: float(np.mean(scorer.validator.losses())), clipping.function(),
+        say=scorer.world.rank == 0,
+    )  # fmt: skip
+
+
 def gathered(
     world: World, check: Check, model: Any, params: Mapping[str, Tensor],
     micros: Sequence[MicroBatch], G: Mapping[str, Tensor], tolerance: float,
@@ -118,19 +136,3 @@ def refuse_other_data(world: World, batches: Any) -> None:
     gradient, a mean over ranks, would not show it."""
     if world.shards is not None and len(set(world.gather(digest(batches)))) > 1:
         raise ValidationError(f"the ranks have different validation batches. {SAME_EVERYWHERE}")
-
-
-def checked(scorer: Scorer, check: Check, step: Step, ids: np.ndarray, values: np.ndarray,
-            clipping: Clipping) -> None:  # fmt: skip
-    """Fill in ``check``: the values of the first estimator beside exact Shapley values."""
-    check.step, check.estimator = step.number, scorer.estimators[0].name
-    ids, values, rows, nobody = gathered(
-        scorer.world, check, scorer.model, scorer.params, step.micros, step.G, step.tolerance,
-        ids, values,
-    )  # fmt: skip
-    compare(
-        check, ids, values.mean(0), rows, nobody,
-        scorer.params, scorer.model, scorer.optimizer,
-        lambda: float(np.mean(scorer.validator.losses())), clipping.function(),
-        say=scorer.world.rank == 0,
-    )  # fmt: skip

@@ -25,7 +25,7 @@ from inrun.gradients.nodes import pull_back
 from inrun.optimizers.base import Rule
 from inrun.optimizers.common import widest
 from inrun.scoring.clipping import Clipping
-from inrun.scoring.estimators import POINTS, Estimator
+from inrun.scoring.estimators import POINTS, Estimator, Place
 from inrun.scoring.moved import ParamStep
 from inrun.scoring.path import Pack
 from inrun.validation.sweep import Gradients
@@ -60,7 +60,7 @@ class Sampling:
         return audit or self._near < RUNNING
 
     def fill(
-        self, numbers: dict[str, Tensor], qs: slice, at: Mapping[float | None, Gradients],
+        self, numbers: dict[str, Tensor], qs: slice, at: Mapping[Place, Gradients],
         packs: Sequence[Pack], names: Mapping[int, str], micros: Sequence[MicroBatch],
         clipping: Clipping, others: Sequence[Tensor], seed: int,
     ) -> None:  # fmt: skip

@@ -39,6 +39,7 @@ class StepResult:
     nobody: np.ndarray | None = None
     tokens: Tokens | None = None
     sums: np.ndarray | None = None  # [E, Q] of the values of all ranks, where there are several
+    moved: np.ndarray | None = None  # [E, 2, Q] of "carry": the drop along the step, and by decay
 
 
 @dataclass
@@ -186,6 +187,7 @@ class Conclusion:
         finite: np.ndarray, missed: np.ndarray, flags: np.ndarray,
         columns: np.ndarray | None = None, inputs: np.ndarray | None = None,
         sampled: np.ndarray | None = None, agreed: np.ndarray | None = None,
+        moved: np.ndarray | None = None,
     ) -> StepResult:  # fmt: skip
         """The result of a step from its numbers on the host.
 
@@ -217,7 +219,7 @@ class Conclusion:
             own = whose.by_example(np.where(np.isnan(sampled), values, sampled), columns)
             nobody = own[..., -1]
         sums = None if agreed is None else every.sums - every.nobody
-        return StepResult(own[..., :-1], None, audit, float(missed), nobody, tokens, sums)
+        return StepResult(own[..., :-1], None, audit, float(missed), nobody, tokens, sums, moved)
 
     def add_up(self, step: int, tolerance: float, every: Agreed) -> bool:
         """Is the sum of the values ⟨u, G⟩, up to rounding? Otherwise ``message`` says why not."""

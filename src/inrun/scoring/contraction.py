@@ -87,7 +87,8 @@ def directions_through(
         f = maps[k]
         K = f.K if isinstance(f, Scale) else None
         if K is None:
-            x = torch.stack([f(own) for own in wide(x)])
+            many = getattr(f, "many", None)  # at once, where the map has a way
+            x = torch.stack([f(own) for own in wide(x)]) if many is None else many(wide(x))
         if ratios is not None and K is not None:
             K = ratios[k] * K
         elif ratios is not None:

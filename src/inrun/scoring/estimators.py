@@ -9,17 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
 from inrun.optimizers.base import LinearMap, Rule
 from inrun.optimizers.common import Options, Scalar, State, learning_rate, sign
 
-# Where on the path w_∅ → w_B (0 → 1) the gradient is taken; None is w_t, before the step.
-POINTS: dict[str, tuple[float | None, ...]] = {
+# Where on the path w_∅ → w_B (0 → 1) a gradient is taken; None is w_t, before the step, and
+# "halfway" lies between w_t and w_B, in the middle of the whole step.
+Place: TypeAlias = float | Literal["halfway"] | None
+POINTS: dict[str, tuple[Place, ...]] = {
     "current": (None,),
     "midpoint": (0.5,),
     "gauss2": (0.5 - math.sqrt(3) / 6, 0.5 + math.sqrt(3) / 6),
+    "halfway": ("halfway",),
 }
 
 
@@ -35,20 +39,27 @@ class Map:
             depends on the options of its parameter group alone.
         splits_clipping: clipping by norm treats the part of g_i along G and the part across it
             differently (clipping.py). False: both are multiplied by the same factor.
+        curvature: instead of both: the inverse of the training loss's curvature (curvature/).
     """
 
     default_point: str
     of_rule: Callable[[Rule, Tensor, Tensor, State, Options], LinearMap] | None = None
     factor: Callable[[Options], Scalar] | None = None
     splits_clipping: bool = False
+    curvature: bool = False
 
 
 MAPS = {
     "secant": Map("midpoint", of_rule=Rule.secant, splits_clipping=True),
     "tangent": Map("current", of_rule=Rule.tangent),
     "sgd": Map("current", factor=lambda o: learning_rate(o) * sign(o)),
+    "carry": Map("halfway", of_rule=Rule.carried),
+    "influence": Map("midpoint", curvature=True),
 }
+CARRY = "carry"  # its values are complete only when momentum has forgotten the batch (carry.py)
 
+
+DAMPING = 0.3  # a of λ = a/τ; trials: 0.1 to 1 do equally well (docs/method.md)
 
 # Estimators that sample coalitions while the update map bends (coalitions.py): the map they use.
 SAMPLED = {"shapley": "secant"}
@@ -57,22 +68,53 @@ SAMPLED = {"shapley": "secant"}
 @dataclass(frozen=True)
 class Estimator:
     """One estimator of a run: ``kind`` is a name of ``MAPS``, ``point`` one of ``POINTS``, and
-    ``sampled`` says whether coalitions are sampled while the update map bends."""
+    ``sampled`` says whether coalitions are sampled while the update map bends. ``damping`` is a of
+    the curvature's λ = a/τ."""
 
     name: str
     kind: str
     point: str
     sampled: bool = False
+    damping: float = DAMPING
+
+    @property
+    def curvature(self) -> bool:
+        return MAPS[self.kind].curvature
 
     @staticmethod
     def parse(text: str, point: str | None) -> Estimator:
-        """``"secant"``, or with a point of its own: ``"secant+gauss2"``."""
+        """``"secant"``, or with a point of its own: ``"secant+gauss2"``; ``"influence"``, or with
+        a damping of its own: ``"influence:1"``."""
         name, _, own = text.partition("+")
+        name, _, number = name.partition(":")
         kind = SAMPLED.get(name, name)
         if kind not in MAPS:
             known = ", ".join([*SAMPLED, *MAPS])
             raise ValueError(f"estimator {text!r} is not known: use {known}")
-        point = own or point or MAPS[kind].default_point
+        usual = MAPS[kind].default_point
+        point = own or (usual if kind == CARRY else point or usual)
         if point not in POINTS:
             raise ValueError(f"point {point!r} is not known: use {', '.join(POINTS)}")
-        return Estimator(text, kind, point, name in SAMPLED)
+        if (kind == CARRY) != (point == MAPS[CARRY].default_point):
+            raise ValueError(
+                f"estimator {text!r}: {CARRY!r} takes the gradient halfway between the weights "
+                "before and after the step, and no other estimator does. Leave the point out"
+            )
+        damping = _damping(text, number, MAPS[kind].curvature)
+        return Estimator(text, kind, point, name in SAMPLED, damping)
+
+
+def _damping(text: str, number: str, curvature: bool) -> float:
+    """The number after the colon of an estimator's name."""
+    if not number and ":" not in text:
+        return DAMPING
+    try:
+        damping = float(number)
+    except ValueError:
+        damping = math.nan
+    if not curvature or not 0 < damping < math.inf:
+        raise ValueError(
+            f"estimator {text!r} is not known: after a colon stands the damping of influence, a "
+            'positive number, as in "influence:0.3"'
+        )
+    return damping

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from inrun import kernels
 from inrun.optimizers.base import LinearMap, Scale, WholeModel
 from inrun.optimizers.common import Options, Scalar
 from inrun.ranks.shards import placed
-from inrun.scoring.estimators import MAPS
+from inrun.scoring.estimators import MAPS, Place
 from inrun.scoring.moved import Moved, ParamStep
 from inrun.torch_compat import (
     foreach_add_,
@@ -48,9 +48,9 @@ class PathBuffers:
     validation pass reads them there in every step."""
 
     def __init__(self) -> None:
-        self._kept: dict[float, list[Tensor]] = {}
+        self._kept: dict[Place, list[Tensor]] = {}
 
-    def like(self, params: Sequence[Tensor], x: float) -> list[Tensor]:
+    def like(self, params: Sequence[Tensor], x: Place) -> list[Tensor]:
         kept = self._kept.get(x, [])
         own = [(p.shape, p.dtype, p.device) for p in params]
         if [(t.shape, t.dtype, t.device) for t in kept] != own:
@@ -70,7 +70,7 @@ class Path:
     ) -> None:
         self._kept = moved if isinstance(moved, Moved) else Moved(moved)
         self.moved, self._weights_memory = self._kept.steps, buffers
-        self._points: dict[float, list[Tensor]] = {}  # cache: every target needs them
+        self._points: dict[Place, list[Tensor]] = {}  # cache: every target needs them
         self._whole_model = self._at_once()
 
     def _at_once(self) -> WholeModel | None:
@@ -91,13 +91,13 @@ class Path:
     def packs(self) -> list[Pack]:
         return self._kept.once("packs", partial(packed, self.moved))
 
-    def maps(self, kind: str, x: float | None) -> list[LinearMap]:
+    def maps(self, kind: str, x: Place) -> list[LinearMap]:
         """The linear map of each parameter. If the weights at ``x`` are needed next, they are
         computed in the same pass; None: they are not."""
         factor = MAPS[kind].factor
         if factor is not None:
             return _filled(self.moved, factor)
-        x = None if x in self._points else x
+        x = None if x in self._points or x == "halfway" else x
         if self._whole_model is not None and kind in self._whole_model.maps:
             weights, factors = self._whole_model.weights_and_factors(x, kind, self._memory(x))
             assert factors is not None
@@ -112,14 +112,18 @@ class Path:
             self._points[x] = weights
         return maps
 
-    def point(self, x: float) -> list[Tensor]:
-        """The weights at a point of the path."""
+    def point(self, x: float | Literal["halfway"]) -> list[Tensor]:
+        """The weights at a point of the path, or halfway between those before and after the
+        step."""
         if x not in self._points:
             with torch.no_grad():
                 self._points[x] = self._weights_at(x)
         return self._points[x]
 
-    def _weights_at(self, x: float) -> list[Tensor]:
+    def _weights_at(self, x: float | Literal["halfway"]) -> list[Tensor]:
+        if x == "halfway":
+            ends = zip(self.moved, self.point(1.0), strict=True)
+            return self._buffered(x, [torch.lerp(m.p.detach(), w, 0.5) for m, w in ends])
         if self._whole_model is None:
             found = [pack.split(pack.joined().weights_at(x)) for pack in self.packs]
             return self._buffered(x, self._in_order(found))
@@ -134,7 +138,7 @@ class Path:
             found.update(zip(pack.places, results, strict=True))
         return [found[i] for i in range(len(found))]
 
-    def _buffered(self, x: float, weights: list[Tensor]) -> list[Tensor]:
+    def _buffered(self, x: Place, weights: list[Tensor]) -> list[Tensor]:
         """The weights; on a GPU copied to buffers at fixed addresses."""
         if not weights[0].is_cuda or len({(m.p.device, m.p.dtype) for m in self.moved}) > 1:
             return weights
@@ -144,7 +148,7 @@ class Path:
         foreach_copy_(memory, weights)
         return memory
 
-    def _memory(self, x: float | None) -> list[Tensor] | None:
+    def _memory(self, x: Place) -> list[Tensor] | None:
         """Buffers for the weights at a point. None for the ends of the path, which only audits
         need."""
         if self._weights_memory is None or x is None or x in (0.0, 1.0):
@@ -152,7 +156,7 @@ class Path:
         return self._weights_memory.like([m.p for m in self.moved], x)
 
     @contextmanager
-    def weights(self, x: float | None) -> Iterator[None]:
+    def weights(self, x: Place) -> Iterator[None]:
         """Context in which the model has the weights of a point of the path; restores its own.
 
         None is w_t: nothing changes.

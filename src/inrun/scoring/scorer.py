@@ -5,7 +5,7 @@ Before ``optimizer.step()``, ``Scorer.begin``:
 1. received: .grad must be what the batches left there, or a known function C of it (received.py,
    clipping.py);
 2. update map: the optimizer's rule gives a linear map for each parameter and estimator, and the
-   weights on the path from "without the batch" to "with it" (path.py);
+   weights on the path from "without the batch" to "with it" (path.py, maps.py);
 3. validation: losses and gradients of the targets at these weights (validation/);
 4. contraction: ⟨u, g_i⟩ of every example, u the validation gradient carried back through the update
    map and through C (contraction.py);
@@ -39,7 +39,8 @@ from inrun.optimizers.joint import Optimizers, members_of
 from inrun.ranks.shards import whole
 from inrun.ranks.world import ALONE, World
 from inrun.scoring.agreed import agreed
-from inrun.scoring.checking import checked, refuse_other_data, refuse_sums, refuse_unseen
+from inrun.scoring.carry import Window
+from inrun.scoring.checking import check_step, refuse_other_data, refuse_sums, refuse_unseen
 from inrun.scoring.clipping import Clipping, ClippingWatch, Unrecognised
 from inrun.scoring.coalitions import Sampling
 from inrun.scoring.conclude import (
@@ -52,8 +53,9 @@ from inrun.scoring.conclude import (
     StepResult,
     best,
 )
-from inrun.scoring.contraction import cancelling, components, group_values, unless
-from inrun.scoring.estimators import MAPS, POINTS, Estimator
+from inrun.scoring.contraction import components, group_values
+from inrun.scoring.estimators import MAPS, POINTS, Estimator, Place
+from inrun.scoring.maps import Maps
 from inrun.scoring.moved import Moved
 from inrun.scoring.path import Path, PathBuffers, missed
 from inrun.scoring.received import (
@@ -115,8 +117,9 @@ class Scorer:
         max_norm: float | None,
         scaler: Any,
         world: World = ALONE,
+        carry: Window | None = None,
     ) -> None:
-        self.world = world
+        self.world, self.carry = world, carry
         self.model, self.optimizer, self.params = model, optimizer, params
         self.rules = [(o, rule_for(o)) for o in members_of(optimizer)]
         kinds = [type(o) for o, _ in self.rules]  # one may have the rule of its base class
@@ -128,8 +131,7 @@ class Scorer:
         self._clipping = ClippingWatch(max_norm, world)
         self._sampling = Sampling(estimators, [rule for _, rule in self.rules], world.alone)
         self._weights_memory = PathBuffers()
-        self._candidates: set[str] = set()  # vectors that may cancel
-        self._looked_at: Any = None  # the state of the model when they were looked for
+        self.maps = Maps(estimators, validator, world)
         self._moved = Moved([])  # of the last step
         self._advice = dict(_ADVICE)
         self._compared = 0  # steps whose weights were compared on all coordinates
@@ -155,7 +157,8 @@ class Scorer:
         all_coordinates = audit or self._compared < FIRST
         path = Path(step.moved, self._weights_memory)
         prediction = predict(step.moved, path, of_sample=not all_coordinates)
-        maps = self._maps(step, path)
+        with stage("update map"):
+            maps = self.maps.of(step, path, thorough=audit or not self.conclusion.verified)
         numbers = self._numbers(step, path, sum(m.columns for m in micros))
         losses, measured = numbers["losses"], list[np.ndarray]()
         columns = Columns.of(micros)
@@ -171,11 +174,13 @@ class Scorer:
                 refuse_other_data(self.world, self.validator.batches)
             if check is not None:
                 own = best(numbers["values"], numbers.get("sampled"))[0]
-                checked(self, check, step, ids, columns.on_host(own), clipping)
+                check_step(self, check, step, ids, columns.on_host(own), clipping)
             if audit:
                 for point in (None, 0.0):
                     with path.weights(point):
                         measured.append(np.array(self.validator.losses()))
+        if self.carry is not None:
+            self.carry.keep(step, columns, self.rules)
         wait = not losses.is_cuda or all_coordinates or check is not None
         return Begun(
             number, numbers, step.tolerance, prediction, step.flags, measured, columns, wait
@@ -184,6 +189,8 @@ class Scorer:
     def finish(self, begun: Begun) -> StepResult | Pending:
         """Stages 6 and 7: the result, or one whose values are still on the device."""
         audit = None
+        if self.carry is not None:
+            self.carry.taken(self.rules, self.params)
         if begun.losses:  # U(B) at the weights that are really there
             with self.validator.evaluating():
                 losses = [*begun.losses, np.array(self.validator.losses())]
@@ -279,38 +286,6 @@ class Scorer:
                  if (own := self.world.own(p)).grad is not None}  # fmt: skip
         return [g for i, p in every.items() if i not in scored and (g := p.grad) is not None]
 
-    # 2. Update map
-
-    def _maps(self, step: Step, path: Path) -> list[dict[str, LinearMap]]:
-        """For each estimator, the linear map of each parameter; zero if the parameter's per-example
-        gradients cancel."""
-        cancelled = self._cancelling(step)
-        made: dict[str, dict[str, LinearMap]] = {}
-        with stage("update map"):
-            for e in self.estimators:
-                if e.kind not in made:
-                    maps = path.maps(e.kind, POINTS[e.point][0])
-                    own = {k: maps[i] for k, i in zip(step.G, step.places, strict=True)}
-                    own |= {k: unless(flag, own[k]) for k, flag in cancelled.items()}
-                    made[e.kind] = own
-        return [made[e.kind] for e in self.estimators]
-
-    def _cancelling(self, step: Step) -> dict[str, Tensor]:
-        """By parameter (1-D ones): a flag, True if its per-example gradients cancel in this step.
-        Which can cancel depends on the model, so the full scan runs only at audits and when the
-        model changes."""
-        pairs = zip(step.G.items(), step.places, strict=True)
-        G = {k: g for (k, g), i in pairs if step.moved.steps[i].rule.adaptive}
-        micros = step.micros
-        if not G:
-            return {}
-        state = list(G), [m.training for m in self.validator.modules]
-        if step.audit or not self.conclusion.verified or state != self._looked_at:
-            flags = cancelling(G, micros, None, self.world)
-            self._candidates = {k for k, x in flags.items() if bool(x)}
-            self._looked_at = state
-        return cancelling(G, micros, self._candidates, self.world) if self._candidates else {}
-
     # 3. and 4. Validation and contraction
 
     def _numbers(self, step: Step, path: Path, C: int) -> dict[str, Tensor]:
@@ -339,6 +314,8 @@ class Scorer:
         by_point: dict[str, list[int]] = {}
         for e, estimator in enumerate(self.estimators):
             by_point.setdefault(estimator.point, []).append(e)
+        if self.carry is not None:
+            self.carry.begin(numbers)
         for group in self.validator.groups(step.params, step.audit):
             at = self._gradients(group, path, step.params)
             qs = slice(group[0], group[-1] + 1)
@@ -356,6 +333,9 @@ class Scorer:
                         C = clipping if splits else step.clipping
                         values[e, qs] = C.apply(self.world.averaged(inner), sums, aligned)
                         numbers["expected"][e, qs] = sums * C.common
+                if self.carry is not None:
+                    at_halfway, own = at["halfway"], maps[self.carry.e]
+                    self.carry.note(qs, at_halfway, own, step, path, numbers)
             if self._sampling.wanted(list(step.G), step.micros, step.audit):
                 names = dict(zip(step.places, step.G, strict=True))
                 self._sampling.fill(
@@ -366,13 +346,14 @@ class Scorer:
 
     def _gradients(
         self, group: Sequence[int], path: Path, params: Mapping[str, Tensor]
-    ) -> dict[float | None, Gradients]:
+    ) -> dict[Place, Gradients]:
         """The gradients of a group of targets at each point that some estimator needs."""
-        gradients: dict[float | None, Gradients] = {}
+        gradients: dict[Place, Gradients] = {}
         points = list(dict.fromkeys(x for e in self.estimators for x in POINTS[e.point]))
         for x in points:
             with path.weights(x), stage("validation"):
-                gradients[x] = self.validator.gradients(group, params, len(points) > 1)
+                found = self.validator.gradients(group, params, len(points) > 1)
+                gradients[x] = self.validator.smoothed(x, group, found, params)
         return gradients
 
     def _split_clipping(self, step: Step) -> tuple[Clipping, Tensor | None]:

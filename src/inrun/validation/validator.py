@@ -24,6 +24,7 @@ from inrun.validation.cuda_graph import Fingerprint, GraphCache
 from inrun.validation.joining import Joining
 from inrun.validation.split import Split, shared_out
 from inrun.validation.state import Generators, State
+from inrun.validation.steady import PerStep, Smoothing, batches_per_step, described, size_of
 from inrun.validation.sweep import Gradients, Sweep, joined
 from inrun.validation.targets import Batches, copy_batch
 
@@ -57,21 +58,23 @@ class Validator:
         model: nn.Module,
         targets: Mapping[str, Iterable[Any]],
         loss: Loss | None,
-        per_step: int,
+        per_step: PerStep,
         chunk: int | None,
         seed: int,
         batch_dim: int = 0,
         world: World = ALONE,
+        smooth: float = 0.0,
     ) -> None:
         if not targets:
             raise ValidationError("there is no validation data: pass validation= or targets=")
-        self.model, self.loss, self.per_step, self.chunk = (
-            model,
-            loss or model_loss,
-            per_step,
-            chunk,
-        )
+        self.model, self.loss, self.chunk = model, loss or model_loss, chunk
         self.targets = [Batches(n, s, seed + i) for i, (n, s) in enumerate(targets.items())]
+        sizes = [size_of(t.source) for t in self.targets]
+        named = zip(self.targets, sizes, strict=True)
+        self.per_step = [batches_per_step(t.name, n, per_step) for t, n in named]
+        names = [t.name for t in self.targets]
+        self.described = described(zip(names, sizes, self.per_step, strict=True), smooth)
+        self._smoothing = Smoothing(smooth) if smooth else None
         self.autocast: Autocast | None = None
         self.batches: list[list[Any]] = []  # of each target, in this step
         self._reentrant = False
@@ -86,7 +89,7 @@ class Validator:
         """Move every target on to its next ``per_step`` batches."""
         shards = self._shards
         device = next(self.model.parameters()).device if shards is None else shards.device
-        drawn = [t.take(self.per_step) for t in self.targets]
+        drawn = [t.take(n) for t, n in zip(self.targets, self.per_step, strict=True)]
         alone = len(drawn) == 1 or self.chunk is not None or self._float16() or shards is not None
         self._joint = None if alone else self._joining.join(drawn)
 
@@ -173,6 +176,13 @@ class Validator:
             loss, grads = loss.clone(), [g.clone() for g in grads]
         found = dict(zip(params, grads, strict=True))
         return Gradients(loss, lambda names, qs: {k: found[k].unsqueeze(0) for k in names})
+
+    def smoothed(
+        self, place: Any, group: Sequence[int], found: Gradients, params: Mapping[str, Tensor]
+    ) -> Gradients:
+        """Their running mean over the steps, if ``smooth`` asks for one."""
+        smoothing = self._smoothing
+        return found if smoothing is None else smoothing.of(place, group, found, params)
 
     def _in_chunks(self, q: int, params: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The gradient of one target, in smaller chunks of rows where memory runs out."""

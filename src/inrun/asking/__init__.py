@@ -1,0 +1,1 @@
+"""Questions that come after training: which examples taught the model this?"""

@@ -1,0 +1,56 @@
+"""How much of a ranking is noise of the validation data? Shown beside the rankings.
+
+With ``targets=inrun.halves(validation)`` every example has a value by each half of the validation
+set. Both are measured in the same run, so what they disagree about is due to the validation rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from inrun.ledger.tables import HALVES
+from inrun.report.metrics import spearman
+
+
+def halves_agree(targets: Sequence[str], values: pd.DataFrame) -> float | None:
+    """The rank correlation of the values by both halves; None where the run has no halves."""
+    sums = []
+    for half in HALVES:
+        own = [q for q, t in enumerate(targets) if t == half or t.endswith(f", {half}")]
+        names = [targets[q] if targets[q] in values else f"target {q}" for q in own]
+        if not names:
+            return None
+        sums.append(values[names].mean(axis=1).to_numpy())
+    known = np.isfinite(sums[0]) & np.isfinite(sums[1])
+    r = spearman(sums[0][known], sums[1][known]) if known.sum() > 2 else np.nan
+    return float(r) if np.isfinite(r) else None
+
+
+def noise(targets: Sequence[str], values: pd.DataFrame, validation: Any) -> dict[str, Any]:
+    """What the report says: how the set was used, what its halves agree, and what the whole set
+    would agree with another one like it (scaled up after Spearman and Brown).
+
+    ``validation`` is that section of run.json, which may come from anywhere.
+    """
+    known = validation if isinstance(validation, dict) else {}
+    how = str(known["how"]) if "how" in known else None
+    r = halves_agree(targets, values)
+    return {
+        "validation": how,
+        "halves_agree": r,
+        "steadiness": None if r is None else (2 * r / (1 + r) if r > 0 else r),
+    }
+
+
+def in_words(f: dict[str, Any]) -> str:
+    """One line for ``inrun info`` and the report."""
+    if f["halves_agree"] is None:
+        return "not measured: targets=inrun.halves(validation) shows it"
+    return (
+        f"{f['steadiness']:.2f}, from two halves of the validation set whose rankings agree by "
+        f"{f['halves_agree']:.2f} (Spearman)"
+    )

@@ -1,0 +1,89 @@
+"""``run.state_dict()`` and ``run.load_state_dict(state)``: where a run stands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from inrun.curvature.saved import state_of
+from inrun.ledger import LedgerError
+from inrun.ledger.entries import Ledger, as_state, from_state
+from inrun.run.curving import load_curvature, save_curvature
+from inrun.run.recording import of_this_rank
+
+if TYPE_CHECKING:
+    from inrun.curvature.curvature import Curvature
+    from inrun.ranks.world import World
+    from inrun.run.bookkeeping import EntryQueue
+    from inrun.run.stepping import Stepper
+    from inrun.validation.validator import Validator
+
+
+class Checkpoints:
+    """The state of a run for the user's checkpoint."""
+
+    world: World
+    step: int
+    unwatched: int
+    _steppers: list[Stepper]
+    _validator: Validator
+    _ledger: Ledger
+    _entries: EntryQueue
+    _loaded: bool
+
+    if TYPE_CHECKING:
+
+        def _settled(self) -> Ledger: ...
+        def _forget(self, *steppers: Stepper) -> None: ...
+
+    @property
+    def curvature(self) -> Curvature | None:
+        """With ``estimator="influence"``: what :func:`inrun.ask` needs of the run."""
+        return self._steppers[0].scorer.maps.curvature
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the user's checkpoint: where the run stands. Everything recorded is safe first.
+
+        Raises LedgerError if records could not be written; training itself goes on without.
+        """
+        ledger = self._settled()
+        ledger.flush()
+        scorers = [stepper.scorer for stepper in self._steppers]
+        save_curvature(scorers, ledger)
+        return {
+            "step": self.step,
+            "unwatched": self.unwatched,
+            "next_audit": [stepper.next_audit for stepper in self._steppers],
+            "validation": self._validator.state_dict(),
+            "ledger": ledger.state_dict(),
+            "rank": self.world.rank,
+            "carried": [as_state(e) for e in self._entries.incomplete()],
+            "curvature": [state_of(c) for s in scorers if (c := s.maps.curvature) is not None],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint; what was recorded after it is forgotten.
+
+        With ``estimator="carry"`` the captures before the checkpoint are gone: their examples keep
+        what they were credited until then, and what their momentum does later is nobody's.
+        """
+        wanted = ("step", "unwatched", "next_audit", "validation", "ledger")
+        if missing := [key for key in wanted if key not in state]:
+            raise LedgerError(
+                f"this is not what run.state_dict() returned: it has no {missing[0]!r}. Keep that "
+                "under a key of its own in the checkpoint and pass it here as it was"
+            )
+        self._settled().load_state_dict(of_this_rank(self.world, state))  # not another run's
+        carried = [from_state(x) for x in state.get("carried", [])]
+        self._ledger.truncate(carried[0].step if carried else state["step"])
+        self._forget(*self._steppers)
+        self._entries.replace(carried)
+        self.step, self.unwatched = state["step"], state["unwatched"]
+        audits = state["next_audit"]
+        for i, stepper in enumerate(self._steppers):
+            stepper.taking = None
+            known = audits if isinstance(audits, list) else [audits]  # saved before several could
+            stepper.next_audit = known[min(i, len(known) - 1)]
+        load_curvature([stepper.scorer for stepper in self._steppers], state)
+        self._validator.load_state_dict(state["validation"])
+        self._loaded = True

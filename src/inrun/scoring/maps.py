@@ -1,0 +1,133 @@
+"""The linear map of each parameter and estimator in a step: the optimizer's (path.py), or the
+inverse of the curvature (``estimator="influence"``, curvature/)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from inrun.curvature.curvature import Curvature, effective_rate
+from inrun.curvature.layer import Layer
+from inrun.optimizers.base import LinearMap, Scale
+from inrun.optimizers.common import sign
+from inrun.ranks.world import World
+from inrun.scoring.contraction import cancelling, unless
+from inrun.scoring.estimators import POINTS, Estimator
+from inrun.scoring.path import Path
+from inrun.tensors.autocast import no_autocast
+from inrun.validation.validator import Validator
+
+if TYPE_CHECKING:
+    from inrun.scoring.scorer import Step
+
+ByName = dict[str, LinearMap]
+
+
+class Maps:
+    """Makes the maps of a step; keeps what they need of earlier steps."""
+
+    def __init__(self, estimators: Sequence[Estimator], validator: Validator, world: World) -> None:
+        self.estimators, self.validator, self.world = estimators, validator, world
+        self.curvature = Curvature() if any(e.curvature for e in estimators) else None
+        self._candidates: set[str] = set()  # vectors that may cancel
+        self._looked_at: Any = None  # the state of the model when they were looked for
+
+    def of(self, step: Step, path: Path, thorough: bool) -> list[ByName]:
+        """For each estimator, the linear map of each parameter; zero if the parameter's per-example
+        gradients cancel."""
+        cancelled = self._cancelling(step, thorough)
+        made: dict[Any, ByName] = {}
+
+        def of_rules(kind: str, point: str) -> ByName:
+            if kind not in made:
+                maps = path.maps(kind, POINTS[point][0])
+                made[kind] = {k: maps[i] for k, i in zip(step.G, step.places, strict=True)}
+            return made[kind]
+
+        found = []
+        for e in self.estimators:
+            if self.curvature is None or not e.curvature:
+                own = of_rules(e.kind, e.point)
+            else:
+                if self.curvature.due(step.number, _device(step)):
+                    self._observe(self.curvature, step, of_rules("secant", e.point))
+                own = self._inverse(self.curvature, step, e.damping)
+            found.append(own | {k: unless(flag, own[k]) for k, flag in cancelled.items()})
+        return found
+
+    def _cancelling(self, step: Step, thorough: bool) -> dict[str, Tensor]:
+        """By parameter (1-D ones): a flag, True if its per-example gradients cancel in this step.
+        Which can cancel depends on the model, so the full scan (``thorough``) runs only at audits
+        and when the model changes."""
+        pairs = zip(step.G.items(), step.places, strict=True)
+        G = {k: g for (k, g), i in pairs if step.moved.steps[i].rule.adaptive}
+        micros = step.micros
+        if not G:
+            return {}
+        state = list(G), [m.training for m in self.validator.modules]
+        if thorough or state != self._looked_at:
+            flags = cancelling(G, micros, None, self.world)
+            self._candidates = {k for k, x in flags.items() if bool(x)}
+            self._looked_at = state
+        return cancelling(G, micros, self._candidates, self.world) if self._candidates else {}
+
+    def _observe(self, curvature: Curvature, step: Step, secant: ByName) -> None:
+        """Take the step into the curvature."""
+        scale, rates = step.clipping.scale, {}
+        for (name, G), i in zip(step.G.items(), step.places, strict=True):
+            m = step.moved.steps[i]
+            rates[name] = effective_rate(secant[name], m.g, scale * G, m.state, m.options)
+        with no_autocast(_device(step).type):
+            curvature.observe(step.number, step.micros, step.params, rates, scale)
+
+    def _inverse(self, curvature: Curvature, step: Step, a: float) -> ByName:
+        """(F + a/τ)⁻¹ for the gradients of the loss as they were before clipping, which the values
+        will be multiplied with: that is divided out here."""
+        scale, ratios = step.clipping.scale, step.clipping.by_coordinate(step.G)
+        found: ByName = {}
+        dtype = _products_in(step)
+        for name, i in zip(step.G, step.places, strict=True):
+            factor: Any = sign(step.moved.steps[i].options) * scale / step.clipping.common
+            if ratios is not None:
+                factor = factor / ratios[name]
+            layer = curvature.known(name)
+            if layer is None:  # nothing was seen of it: it moved nothing that could be undone
+                found[name] = Scale(torch.zeros_like(step.G[name]))
+            elif layer.matrix is None:
+                found[name] = Scale(factor / layer.divisor(a))
+            else:
+                found[name] = Inverse(layer, a, factor, dtype)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Inverse:
+    """The map v ↦ factor · (F + a/τ)⁻¹ v of a matrix."""
+
+    layer: Layer
+    a: float
+    factor: Any
+    dtype: torch.dtype | None  # of its products
+
+    def __call__(self, v: Tensor) -> Tensor:
+        return self.many(v[None])[0]
+
+    def many(self, v: Tensor) -> Tensor:
+        """Of several v [Q, *W]."""
+        return self.factor * self.layer.directions(v, self.a, self.dtype)
+
+
+def _device(step: Step) -> torch.device:
+    return next(iter(step.G.values())).device
+
+
+def _products_in(step: Step) -> torch.dtype | None:
+    """On a GPU, rotate in bfloat16 where the model was trained in it: values have no more digits
+    than the gradients. None: in the gradients' own type."""
+    autocast = step.micros[-1].autocast
+    half = autocast is not None and autocast[1] and autocast[2] == torch.bfloat16
+    return torch.bfloat16 if half and _device(step).type == "cuda" else None

@@ -1,0 +1,240 @@
+"""estimator="influence" against its definition with whole matrices (exact/influence.py)."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import inrun
+from inrun.curvature.curvature import SAMPLE
+from inrun.curvature.layer import LATER
+from inrun.exact.influence import WholeFisher
+from inrun.exact.reference import _validation_gradient, groups_of, stepped
+
+B, STEPS = 6, 13  # eigenbases at 8 and 12
+
+
+def mse(model, batch):
+    x, y = batch
+    return (model(x) - y).square().mean()
+
+
+def problem(seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    data = [(torch.randn(B, 3).double(), torch.randn(B, 3).double()) for _ in range(STEPS)]
+    val = (torch.randn(5, 3).double(), torch.randn(5, 3).double())
+    return model, data, val
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, betas=(0.8, 0.95)),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.7),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+    "plain": lambda p: torch.optim.SGD(p, lr=1e-2),
+}
+KEPT = {"adamw": 0.8, "sgd": 0.7, "rmsprop": 0.0, "plain": 0.0}
+
+
+def watched(
+    model, optimizer, data, val, estimator, micro=1, clip=None, bound=None, scale=1.0, **options
+):
+    """Values [steps, B] of each estimator."""
+    run = inrun.watch(model, optimizer, validation=[val], loss=mse, estimator=estimator, **options)
+    for x, y in data:
+        n = B // micro
+        for k in range(micro):
+            ids = range(k * n, (k + 1) * n)
+            with run.batch(ids):
+                (
+                    scale * mse(model, (x[k * n : (k + 1) * n], y[k * n : (k + 1) * n])) / micro
+                ).backward()
+        if scale != 1:
+            for p in model.parameters():
+                p.grad /= scale
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if bound is not None:
+            nn.utils.clip_grad_value_(model.parameters(), bound)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    return {
+        e: torch.tensor(run.history(e)["value"].to_numpy()).view(len(data), B)
+        for e in ([estimator] if isinstance(estimator, str) else estimator)
+    }
+
+
+def expected(
+    model, optimizer, data, val, kept, a=0.3, point=0.5, clip=None, bound=torch.inf, micro=1
+):
+    """The definition, step by step, with a real optimizer."""
+    params = [p for group in groups_of(optimizer) for p in group["params"]]
+    fishers = [WholeFisher(LATER, {8, 12}) for _ in params]
+    found, adam = [], isinstance(optimizer, torch.optim.AdamW)
+    for t, (x, y) in enumerate(data):
+        rows = [[] for _ in params]
+        for i in range(B):
+            grads = torch.autograd.grad(mse(model, (x[i : i + 1], y[i : i + 1])) / B, params)
+            for own, g in zip(rows, grads, strict=True):
+                own.append(g)
+        rows = [torch.stack(own) for own in rows]
+        G = [r.sum(0) for r in rows]
+        c = 1.0
+        if clip is not None:
+            c = min(1.0, clip / (float(torch.stack([g.norm() for g in G]).norm()) + 1e-6))
+        without = stepped(optimizer, [torch.zeros_like(g) for g in G])
+        received = [(c * g).clamp(-bound, bound) for g in G]
+        after = stepped(optimizer, received)
+        v = _validation_gradient(model, optimizer, lambda m: mse(m, val), without, after, [point])
+        size = B // micro  # the micro-batches take turns
+        n = min(size, SAMPLE)
+        first = t % micro * size + t * n % (size - n + 1)
+        value = torch.zeros(B, dtype=torch.float64)
+        for f, r, g, w0, w1, own in zip(fishers, rows, G, without, after, v, strict=True):
+            rate = float(((w0 - w1) * g).sum() / g.square().sum())
+            corrected = 1 - kept ** (t + 1) if adam else 1.0
+            f.tau += rate * corrected / (1 - kept)
+            f.see(B * r[first : first + n])
+            value += (f.direction(own, a) * r).reshape(B, -1).sum(1)
+        found.append(value)
+        for p, g in zip(params, received, strict=True):
+            p.grad = g
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(found)
+
+
+def close(found, wanted):
+    assert found.shape == wanted.shape and float(wanted.abs().min(dim=0).values.max()) > 0
+    return float((found - wanted).norm() / wanted.norm()) < 1e-9
+
+
+@pytest.mark.parametrize("form", ["ghost", "materialise"])
+@pytest.mark.parametrize("which", OPTIMIZERS)
+def test_values_are_those_of_the_definition(which, form):
+    model, data, val = problem()
+    twin = copy.deepcopy(model)
+    found = watched(
+        model, OPTIMIZERS[which](model.parameters()), data, val, ["secant", "influence"], form=form
+    )
+    wanted = expected(twin, OPTIMIZERS[which](twin.parameters()), data, val, KEPT[which])
+    assert close(found["influence"], wanted)
+
+
+def test_training_is_untouched_bit_for_bit():
+    trained = []
+    for estimator in (None, ["secant", "influence"]):
+        model, data, val = problem()
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        if estimator is not None:
+            watched(model, optimizer, data, val, estimator)
+        else:
+            for batch in data:
+                mse(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        trained.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *trained))
+
+
+def test_secant_beside_it_is_the_same_as_alone():
+    found = []
+    for estimator in ("secant", ["influence", "secant"]):
+        model, data, val = problem()
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        found.append(watched(model, optimizer, data, val, estimator)["secant"])
+    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-15)  # two directions: another form
+
+
+def test_damping_and_point():
+    for name, a, point in (("influence:2", 2.0, 0.5), ("influence+current", 0.3, None)):
+        model, data, val = problem()
+        twin = copy.deepcopy(model)
+        found = watched(model, OPTIMIZERS["adamw"](model.parameters()), data, val, name)[name]
+        optimizer = OPTIMIZERS["adamw"](twin.parameters())
+        assert close(found, expected(twin, optimizer, data, val, 0.8, a, point))
+
+
+def test_several_dampings_share_one_curvature():
+    """The step is observed once, however many estimators ask for the curvature."""
+    names = {"influence:2": 2.0, "influence": 0.3, "influence:0.05": 0.05}
+    model, data, val = problem()
+    twins = [copy.deepcopy(model) for _ in names]
+    found = watched(model, OPTIMIZERS["adamw"](model.parameters()), data, val, list(names))
+    for twin, (name, a) in zip(twins, names.items(), strict=True):
+        optimizer = OPTIMIZERS["adamw"](twin.parameters())
+        assert close(found[name], expected(twin, optimizer, data, val, 0.8, a))
+
+
+def test_clipping_slows_training_down_and_does_not_shrink_influence():
+    model, data, val = problem()
+    twin = copy.deepcopy(model)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    found = watched(model, optimizer, data, val, "influence", clip=0.05, max_norm=0.05)
+    wanted = expected(twin, OPTIMIZERS["sgd"](twin.parameters()), data, val, 0.7, clip=0.05)
+    assert close(found["influence"], wanted)
+
+
+def test_clipping_by_value():
+    model, data, val = problem()
+    twin = copy.deepcopy(model)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    found = watched(model, optimizer, data, val, "influence", bound=0.05)
+    wanted = expected(twin, OPTIMIZERS["sgd"](twin.parameters()), data, val, 0.7, bound=0.05)
+    assert close(found["influence"], wanted)
+
+
+def test_micro_batches_are_one_batch():
+    model, data, val = problem()
+    twin = copy.deepcopy(model)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    found = watched(model, optimizer, data, val, "influence", micro=2)
+    wanted = expected(twin, OPTIMIZERS["adamw"](twin.parameters()), data, val, 0.8, micro=2)
+    assert close(found["influence"], wanted)
+
+
+def test_time_passes_in_steps_that_are_not_scored():
+    model, data, val = problem()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run = inrun.watch(model, optimizer, validation=[val], loss=mse, estimator="influence", every=3)
+    for batch in data:
+        with run.batch(range(B)):
+            mse(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    scored = [t for t in range(STEPS) if run.config.scores(t)]
+    assert 1 < len(scored) < STEPS
+    for layer in run.curvature.layers.values():
+        assert layer.seen == len(scored)
+        assert abs(float(layer.tau) - 0.01 * (scored[-1] + 1)) < 1e-12
+
+
+def test_a_scaled_loss_counts_as_the_loss():
+    model, data, val = problem()
+    twin = copy.deepcopy(model)
+    found = watched(
+        model, OPTIMIZERS["plain"](model.parameters()), data, val, "influence", scale=64.0
+    )
+    wanted = expected(twin, OPTIMIZERS["plain"](twin.parameters()), data, val, 0.0)
+    assert close(found["influence"], wanted)
+
+
+def test_influence_is_linear_in_the_number_of_targets():
+    """Two targets that are one: each has its values."""
+    model, data, val = problem()
+    run = inrun.watch(
+        model, OPTIMIZERS["adamw"](model.parameters()), targets={"a": [val], "b": [val]},
+        loss=mse, estimator="influence",
+    )  # fmt: skip
+    optimizer = run.optimizer
+    for batch in data:
+        with run.batch(range(B)):
+            mse(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    h = run.history()
+    torch.testing.assert_close(torch.tensor(h["a"].to_numpy()), torch.tensor(h["b"].to_numpy()))

@@ -1,0 +1,140 @@
+"""Sampled gradients are the examples' own, in every form, and give the same curvature."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import inrun
+from inrun.curvature.layer import Layer
+from inrun.curvature.samples import Formed, Product, samples
+
+
+class Tied(nn.Module):
+    """Embedding and head are one; a norm, a LoRA pair, a convolution, a vector."""
+
+    def __init__(self, conv=True):
+        super().__init__()
+        self.table = nn.Embedding(7, 6)
+        self.norm = nn.LayerNorm(6)
+        self.A, self.B = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.randn(6, 2))
+        self.conv = nn.Conv1d(6, 6, 3, padding=1) if conv else None
+        self.scale = nn.Parameter(torch.randn(6))
+
+    def forward(self, ids):
+        z = self.norm(self.table(ids))
+        z = z + F.linear(F.linear(z, self.A), self.B) * self.scale
+        if self.conv is not None:
+            z = z + self.conv(z.mT).mT
+        return z @ self.table.weight.t()
+
+
+def lm(model, ids):
+    out = model(ids)
+    return F.cross_entropy(out.flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+def captured(model, ids, monkeypatch, **options):
+    """Run one step and return what the curvature was given: name → (g, factor)."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = options.pop("tokens", False)
+    run = inrun.watch(model, optimizer, validation=[ids], loss=lm, estimator="influence", **options)
+    found = {}
+
+    def noted(micro, params, first, n, factor):
+        for name, sample in samples(micro, params, first, n, factor):
+            found[name] = sample
+            yield name, sample
+
+    monkeypatch.setattr("inrun.curvature.curvature.samples", noted)
+    with run.batch(range(len(ids)), tokens=tokens):
+        lm(model, ids).backward()
+    optimizer.step()
+    run.close()
+    assert run.steps()["void"].isna().all()
+    return found
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"form": "ghost"}, {"form": "materialise"}, {"training": "fast"},
+                {"tokens": True}, {"offload": True}],
+)  # fmt: skip
+def test_gradients_of_single_examples(options, monkeypatch):
+    torch.manual_seed(0)
+    model = Tied(conv="tokens" not in options).double()  # positions that meet are refused
+    ids = torch.randint(0, 7, (5, 4))
+    twin = copy.deepcopy(model)
+    found = captured(model, ids, monkeypatch, **options)
+    names = [k for k, _ in twin.named_parameters()]
+    assert found.keys() == set(names)
+    for name, p in twin.named_parameters():
+        rows = [torch.autograd.grad(lm(twin, ids[i : i + 1]), p)[0] for i in range(4)]
+        g = torch.stack(rows)  # the mean loss over the batch: B times a row's part is its own loss
+        layer = Layer(p.shape)
+        U = [
+            torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0] if yes else None
+            for n, yes in zip(layer.matrix or (0, 0), layer.rotated, strict=True)
+        ]
+        wanted = Formed(g)
+        torch.testing.assert_close(
+            found[name].squares(*U), wanted.squares(*U), rtol=1e-9, atol=1e-14
+        )
+        if layer.matrix is not None:
+            for side in ("left", "right"):
+                a, b = getattr(found[name], side)(), getattr(wanted, side)()
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_products_need_not_be_formed(T):
+    torch.manual_seed(T)
+    a, delta = torch.randn(4, T, 5).double(), torch.randn(4, T, 3).double()
+    formed, product = Formed(delta.mT @ a), Product(a, delta)
+    U_S, U_A = (torch.linalg.qr(torch.randn(n, n).double())[0] for n in (3, 5))
+    torch.testing.assert_close(product.left(), formed.left(), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(product.right(), formed.right(), rtol=1e-12, atol=1e-13)
+    for bases in ((None, None), (U_S, None), (None, U_A), (U_S, U_A)):
+        torch.testing.assert_close(
+            product.squares(*bases), formed.squares(*bases), rtol=1e-12, atol=1e-13
+        )
+
+
+def test_wide_sides_keep_their_coordinates(monkeypatch):
+    monkeypatch.setattr("inrun.curvature.layer.WIDEST", 4)
+    torch.manual_seed(0)
+    layer = Layer(torch.Size((6, 3)))
+    assert layer.kind == "one-sided" and Layer(torch.Size((6, 5))).kind == "diagonal"
+    g = torch.randn(9, 4, 6, 3).double()
+    for sample in g:
+        layer.see(Formed(sample))
+    layer.pass_time(torch.tensor(2.0).double())
+    assert layer.S is None and layer.U_S is None and layer.U_A is not None
+    v = torch.randn(2, 6, 3).double()
+    u = layer.directions(v, 1.0)
+    assert layer.spectrum is not None
+    for row in range(6):  # each row has a matrix of its own
+        F_ = layer.U_A @ torch.diag(layer.spectrum[row]) @ layer.U_A.T + torch.eye(3).double() / 2
+        wanted = torch.linalg.solve(F_, v[:, row].T).T
+        torch.testing.assert_close(u[:, row], wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_a_sample_that_is_not_finite_changes_nothing():
+    layer = Layer(torch.Size((3, 2)))
+    torch.manual_seed(0)
+    for _ in range(8):
+        layer.see(Formed(torch.randn(4, 3, 2)))
+    before = [x.clone() for x in (layer.S, layer.A, layer.spectrum)]
+    bad = torch.randn(4, 3, 2)
+    bad[0, 0, 0] = torch.inf
+    layer.see(Formed(bad))
+    assert all(map(torch.equal, before, (layer.S, layer.A, layer.spectrum)))
+
+
+def test_nothing_has_moved_yet():
+    """A learning rate of 0 (warm-up): τ = 0, and no influence, not NaN."""
+    layer = Layer(torch.Size((2,)))
+    layer.see(Formed(torch.ones(3, 2)))
+    layer.pass_time(torch.zeros(()))
+    assert torch.equal(layer.directions(torch.ones(1, 2), 0.3), torch.zeros(1, 2))
