@@ -34,7 +34,8 @@ def watch(settings: Settings, context: Context) -> dict[str, Any]:
     targets = {n: batches(task.validation[n], settings["validation"]) for n in TARGETS}
     with inrun.watch(
         model, optimizer, targets=targets, loss=tasks.classify, estimator=settings["estimators"],
-        audit_every=0, per_step=1, chunk=settings["validation"],  # a pass for each: recorded on a GPU
+        audit_every=0, per_step=1,
+        chunk=settings["validation"],  # a pass for each: recorded on a GPU
     ) as run:  # fmt: skip
         for step in warmed(optimizer, context.track(len(rows)), len(rows), lr, settings):
             with run.batch(rows[step]):

@@ -53,7 +53,7 @@ class Maps:
             if self.curvature is None or not e.curvature:
                 own = of_rules(e.kind, e.point)
             else:
-                if self.curvature.due(step.number, _device(step)):
+                if self.curvature.due(step.number, step.params):
                     self._observe(self.curvature, step, of_rules("secant", e.point))
                 own = self._inverse(self.curvature, step, e.damping)
             found.append(own | {k: unless(flag, own[k]) for k, flag in cancelled.items()})

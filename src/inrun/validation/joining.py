@@ -36,6 +36,7 @@ from inrun.tensors.autocast import no_autocast
 from inrun.torch_compat import tree_flatten, version_of
 from inrun.validation.reach import PLAIN
 from inrun.validation.sweep import Gradients
+from inrun.validation.targets import rows_in
 
 _ONCE = 8  # measured sets that did not come back; then only sets seen before are measured
 _SETS = 4096  # of batches that are remembered
@@ -68,7 +69,7 @@ class Joining:
             return None
         kinds, sizes, weights = set(), list[int](), set()
         for batches in drawn:
-            rows = [_rows(b) for b in batches]
+            rows = [rows_in(b) for b in batches]
             if None in rows or len(set(rows)) > 1:
                 return None
             sizes.append(sum(rows))  # type: ignore[arg-type]
@@ -229,11 +230,6 @@ def _tolerance(params: Mapping[str, Tensor], half: bool) -> float:
         return 1e-5  # many models have parts that compute in float32
     on_gpu = any(p.is_cuda for p in params.values())
     return 5e-3 if on_gpu else 1e-4  # TF32
-
-
-def _rows(batch: Any) -> int | None:
-    sizes = {x.shape[0] for x in tree_flatten(batch)[0] if isinstance(x, Tensor) and x.ndim}
-    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _kind(batch: Any) -> Any:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from inrun.errors import ValidationError
+from inrun.torch_compat import tree_leaves, tree_map
 from inrun.validation.reach import slots_of
 from inrun.validation.state import Generators
 
@@ -289,3 +290,18 @@ def _copied(x: Any, done: dict[int, Any]) -> Any:
     elif isinstance(made, list):
         made[:] = [copy_batch(y, done) for y in made]
     return made
+
+
+def rows_in(batch: Any) -> int | None:
+    """How many rows its tensors have; None if they differ."""
+    sizes = {x.shape[0] for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def cut_rows(batch: Any, start: int, n: int) -> Any:
+    """``n`` rows of each of its tensors."""
+
+    def cut(x: Any) -> Any:
+        return x[start : start + n] if isinstance(x, Tensor) and x.ndim else x
+
+    return tree_map(cut, batch)

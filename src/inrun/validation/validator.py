@@ -19,14 +19,14 @@ from inrun.errors import ValidationError
 from inrun.ranks.shards import Shards
 from inrun.ranks.world import ALONE, World
 from inrun.tensors.autocast import Autocast, as_it_was, uncached
-from inrun.torch_compat import tree_leaves, tree_map
+from inrun.torch_compat import tree_map
 from inrun.validation.cuda_graph import Fingerprint, GraphCache
 from inrun.validation.joining import Joining
 from inrun.validation.split import Split, shared_out
 from inrun.validation.state import Generators, State
 from inrun.validation.steady import PerStep, Smoothing, batches_per_step, described, size_of
 from inrun.validation.sweep import Gradients, Sweep, joined
-from inrun.validation.targets import Batches, copy_batch
+from inrun.validation.targets import Batches, copy_batch, cut_rows, rows_in
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -192,7 +192,7 @@ class Validator:
                     return self._sharded_gradient(self._shards, q, params)
                 return self._gradient(q, params)
             except torch.cuda.OutOfMemoryError:
-                rows = max(_rows(b) or 0 for b in self.batches[q])
+                rows = max(rows_in(b) or 0 for b in self.batches[q])
                 if min(rows, self.chunk or rows) <= 1 or not self._world.alone:
                     raise  # several ranks: all need the same chunks, so the user says how large
                 if self.chunk is None:
@@ -287,13 +287,13 @@ class Validator:
         """Batches, cut into chunks of rows where asked, with their weights in the mean."""
         batches = self.batches[q]
         for batch in batches:
-            rows = _rows(batch)
+            rows = rows_in(batch)
             if self.chunk is None or rows is None or rows <= self.chunk:
                 yield 1 / len(batches), batch
                 continue
             for start in range(0, rows, self.chunk):
                 n = min(self.chunk, rows - start)
-                yield n / rows / len(batches), _slice(batch, start, n, rows)
+                yield n / rows / len(batches), cut_rows(batch, start, n)
 
     def _loss(self, q: int, batch: Any) -> Tensor:
         self._reshard()
@@ -394,15 +394,3 @@ def _backward(loss: Tensor, params: Sequence[Tensor]) -> tuple[Tensor | None, ..
     finally:
         for p, g in zip(params, own, strict=True):
             p.grad = g
-
-
-def _rows(batch: Any) -> int | None:
-    sizes = [x.shape[0] for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim]
-    return sizes[0] if sizes and all(n == sizes[0] for n in sizes) else None
-
-
-def _slice(batch: Any, start: int, n: int, rows: int) -> Any:
-    def cut(x: Any) -> Any:
-        return x[start : start + n] if isinstance(x, Tensor) and x.ndim else x
-
-    return tree_map(cut, batch)
