@@ -263,6 +263,7 @@ class EntryQueue:
         done = replace(
             entry, values=result.values, void=result.void, audit=result.audit,
             missed=result.missed, nobody=result.nobody, tokens=result.tokens, sums=result.sums,
+            signals=result.signals,
         )  # fmt: skip
         self._ledger.append(done)
         self._tally.add(done)
