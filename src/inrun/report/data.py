@@ -33,6 +33,9 @@ def payload(
     values = values.rename(columns={t: k for t, k in keys.items() if len(keys) > 1})
     values = values.merge(saved.harm(estimator), on="id", how="left")
     best, worst, suspects = _lists(values)
+    window = None
+    if saved.has_signals():
+        suspects, window = _suspects(saved, estimator, values)
     shown = np.unique(np.concatenate([best, worst, suspects]))
     content = pd.DataFrame(columns=["text", "image"])
     values["label"], values["group"] = None, None
@@ -57,6 +60,7 @@ def payload(
         "targets": saved.targets,
         "examples": len(values),
         "columns": _columns(values.iloc[listed]),
+        "window": window,
         "lists": {name: [where[int(i)] for i in rows] for name, rows in lists.items()},
         "content": {str(where[int(i)]): c for i in shown if (c := _content(content, int(i)))},
         "histogram": _histogram(values["value"].dropna().to_numpy()),
@@ -95,6 +99,15 @@ def _lists(values: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     judged = np.flatnonzero(~np.isnan(harm))
     suspects = judged[np.argsort(-harm[judged], kind="stable")]
     return order[:SHOWN], order[::-1][:SHOWN], suspects[:SHOWN]
+
+
+def _suspects(
+    saved: SavedRun, estimator: str | None, values: pd.DataFrame
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Positions of the most suspicious, and the visits that the ranking is made of."""
+    ranked = saved.suspects(estimator)
+    at = pd.Series(np.arange(len(values)), index=values["id"])
+    return at.reindex(ranked["id"].head(SHOWN)).to_numpy(), ranked.attrs["window"]
 
 
 def _columns(rows: pd.DataFrame) -> dict[str, Any]:
