@@ -141,18 +141,53 @@ def test_a_checkpoint_carries_them():
     pd.testing.assert_frame_equal(other.values(0), ledger.values(0))
 
 
-def test_suspects_are_ranked_by_the_mean_of_three_ranks(ledger):
-    found = ledger.suspects(0, Window(3, 9)).set_index("id").sort_index()
+def z(x):
+    return (x - x.mean()) / x.std(ddof=0)
+
+
+@pytest.mark.parametrize("by_value", [True, False])
+def test_suspects_are_ranked_by_fit_and_values(ledger, by_value):
+    found = ledger.suspects(0, Window(3, 9), by_value)
+    window, found = found.attrs["window"], found.set_index("id").sort_index()
     rows = visits(3, 9)
     means = rows.groupby("id")[list(SHOWN)].mean()
-    ranks = [means["loss"].rank(), means["el2n"].rank(), (-means["margin"]).rank()]
-    np.testing.assert_allclose(found["suspicion"], sum(ranks) / 3 / N, rtol=1e-9)
-    doubt = (1 - np.exp(-rows["loss"].astype(float))).groupby(rows["id"]).mean()
-    np.testing.assert_allclose(found["confidence"], doubt, rtol=1e-6)
+    score = (z(means["loss"]) + z(means["el2n"]) - z(means["margin"])) / 3
+    if by_value:
+        history = ledger.history(0, Window(3, 9))
+        spread = history.groupby("step")["value"].transform(lambda v: v.std(ddof=0))
+        history["against"] = -history["value"] / spread
+        late = history["step"] >= 6
+        first, second = (history[m].groupby("id")["against"].sum() for m in (~late, late))
+        weight = 2 * max(0.0, first.corr(second)) ** 2
+        np.testing.assert_allclose(window["weight"], weight, rtol=1e-6)
+        score = score + weight * z(first + second)
+    else:
+        assert window["weight"] == 0
+    np.testing.assert_allclose(found["suspicion"], score.rank() / N, rtol=1e-9)
+    doubt = (rows["margin"] < 0).groupby(rows["id"]).mean()
+    np.testing.assert_allclose(found["disagreed"], doubt, rtol=1e-9)
     assert (found["label"] == found.index % 3).all() and (found["visits"] == 2).all()
     values = ledger.values(0, Window(3, 9)).set_index("id")[NAMES]
     hurts = values.idxmin(axis=1).where(values.min(axis=1) < 0)
     assert found["hurts"].fillna("").tolist() == hurts.fillna("").tolist()
+
+
+def against(sign: float) -> MemoryLedger:
+    """Twelve examples that the model fits alike, of which 0 hurts at each step (sign 1) or helps
+    and hurts in turn (sign −1)."""
+    ledger, values = MemoryLedger(["all"]), np.arange(12.0) % 3
+    alike = np.stack([np.ones(12), np.ones(12), np.ones(12), np.arange(12) % 2])
+    for step in range(8):
+        values[0] = -9.0 * (sign if step >= 4 else 1.0)
+        ledger.append(StepEntry(step, np.arange(12), values[None, None].copy(), 0.1, signals=alike))
+    return ledger
+
+
+def test_values_count_as_far_as_they_agree_with_themselves():
+    steady, turning = against(1.0).suspects(0), against(-1.0).suspects(0)
+    assert steady["id"].iloc[0] == 0 and steady.attrs["window"]["weight"] > 1.9
+    assert turning.attrs["window"]["weight"] == 0 and turning.attrs["window"]["agreement"] < 0
+    assert turning["suspicion"].nunique() == 1
 
 
 def learning(right: list[float]) -> MemoryLedger:
@@ -179,12 +214,14 @@ def test_the_window_begins_when_the_labels_are_known(right, since, why):
     assert (window["since"], window["until"]) == (since, len(right)) and why in window["why"]
 
 
-def test_what_is_removed():
+@pytest.mark.parametrize("fitted, first", [(0.9, [0, 1, 7, 5]), (0.7, [7, 5, 6, 3])])
+def test_what_is_removed(fitted, first):
     table = pd.DataFrame({
-        "id": range(8), "confidence": [0.95, 0.92, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05],
+        "id": range(8), "disagreed": [0.95, 0.92, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05],
         "el2n": [1.3, 1.2, 0.8, 0.7, 0.6, 0.5, 0.2, 0.1], "loss": 1.0,
         "label": [0, 1, 0, 0, 1, 1, 0, 0],
     })  # fmt: skip
+    table.attrs["window"] = {"fitted": fitted}
     assert removed(table, 3, "noisy").tolist() == [0, 1, 2]
-    assert removed(table, 4, "auto").tolist() == [0, 1, 7, 5]  # the easiest of each label in turn
-    assert removed(table, 3, "clean").tolist() == [7, 5, 6]
+    assert removed(table, 4, "auto").tolist() == first  # the easiest of each label in turn
+    assert removed(table, 4, "clean").tolist() == [7, 5, 6, 3]

@@ -42,24 +42,30 @@ def suspects(
     until: Until = None,
     examples: Examples = None,
     estimator: Estimator = None,
+    values: Annotated[
+        bool, typer.Option(help="Rank by values, too, as far as they agree with themselves.")
+    ] = True,
     as_json: Json = False,
 ) -> None:
     """The examples whose labels are most probably wrong.
 
-    Ranked by how badly the model fitted them while it learned: suspicion is the mean of the ranks
-    by loss, EL2N and margin over a window of visits, which is shown. confidence is the mean
-    probability that the model gave to other labels: the model's own, not calibrated. hurts: the
-    target whose loss the example's values raised most. A suspect is a reason to look, not a proof.
+    Ranked by how badly the model fitted them while it learned (loss, EL2N and margin over a window
+    of visits, which is shown) and by their values, as far as these agree with themselves.
+    disagreed: share of these visits at which the model preferred another label; a hard example
+    looks the same. hurts: the target whose loss the example's values raised most. A suspect is a
+    reason to look, not a proof.
     """
-    table = open_run(run).suspects(estimator, since=since, until=until)
-    window, sure = table.attrs["window"], int((table["confidence"] > SURE).sum())
+    table = open_run(run).suspects(estimator, since=since, until=until, values=values)
+    window, sure = table.attrs["window"], int((table["disagreed"] > SURE).sum())
     shown = with_examples(table.head(n).drop(columns="label" if examples else []), examples)
     lines = Table.grid()
     lines.add_row(Text(f"visits: steps {window['since']:,} to {window['until'] - 1:,}, "
                        f"{safe(window['why'])}"))  # fmt: skip
-    lines.add_row(Text(f"{sure:,} of {len(table):,} examples have a confidence above {SURE:g}"))
+    lines.add_row(Text(f"weight of values: {window['weight']:.2g} of the fit's"))
+    lines.add_row(Text(f"{sure:,} of {len(table):,} examples: the model preferred another label at "
+                       f"more than {SURE:.0%} of their visits"))  # fmt: skip
     lines.add_row(grid(shown))
-    data = {"window": window, "sure": sure, "examples": len(table)}
+    data = {"window": window, "disagreed": sure, "examples": len(table)}
     say(as_json, data | {"suspects": shown.to_dict("records")}, lines)
 
 
@@ -78,7 +84,7 @@ def prune(
     by: Annotated[
         Rule,
         typer.Option(
-            help="auto: sure suspects, then the easiest of each label; noisy: the most suspicious; "
+            help="auto: clear suspects, then the easiest of each label; noisy: the suspects; "
             "clean: the easiest of each label; harm, value: one end of that ranking."
         ),
     ] = Rule.auto,
@@ -95,8 +101,9 @@ def prune(
 ) -> None:
     """Write the ids to keep after removing a share of the examples.
 
-    By default suspects of confidence above 0.9 go first, the most suspicious ones leading, then the
-    examples that the model fitted most easily, an equal share of each label. --by noisy
+    By default suspects about whom the model disagreed at more than 90 % of the visits go first, if
+    it fits most of the other labels, then the examples that it fitted most easily, an equal share
+    of each label. --by noisy
     is for no more than the share of wrong labels. --by value removes those of lowest value, for
     comparison only: on clean SST-2 that was worse than --which random.
     Examples that were never scored are kept: nothing is known against them.

@@ -91,7 +91,9 @@ class Ledger(Protocol):
         self, estimator: int, targets: Sequence[str] | None = None, window: Window = WHOLE
     ) -> pd.DataFrame: ...
     def epochs(self, estimator: int) -> pd.DataFrame: ...
-    def suspects(self, estimator: int, window: Window = WHOLE) -> pd.DataFrame: ...
+    def suspects(
+        self, estimator: int, window: Window = WHOLE, values: bool = True
+    ) -> pd.DataFrame: ...
     def steps(self, estimator: int) -> pd.DataFrame: ...
     def tokens(self, estimator: int, id: Any = None, step: int | None = None) -> pd.DataFrame: ...
 
@@ -153,19 +155,24 @@ class RunTables:
         return self._settled().epochs(self._index(estimator))
 
     def suspects(
-        self, estimator: str | None = None, *, since: int | None = None, until: int | None = None
-    ) -> pd.DataFrame:
-        """One row per example, the most suspicious label first: id, suspicion, confidence, the
-        means of loss, EL2N and margin over a window of visits, visits, label and, with several
-        targets, the target whose loss its values raised most (``hurts``).
+        self, estimator: str | None = None, *, since: int | None = None, until: int | None = None,
+        values: bool = True,
+    ) -> pd.DataFrame:  # fmt: skip
+        """One row per example, the most suspicious label first: id, suspicion, disagreed, the means
+        of loss, EL2N and margin over a window of visits, visits, label and, with several targets,
+        the target whose loss its values raised most (``hurts``).
 
-        ``suspicion`` is the mean of its ranks by loss, EL2N and margin, from 0 to 1.
-        ``confidence`` is the mean probability that the model gave to labels other than the given
-        one on these visits: the model's own, not calibrated. The window is chosen by what the run
-        shows, unless ``since`` or ``until`` are given; ``suspects().attrs["window"]`` says which
-        it is and why.
+        ``suspicion`` is the share of examples that are no more suspicious: ranked by how badly the
+        model fitted them and, as far as these agree with themselves, by their values
+        (docs/method.md). ``disagreed`` is the share of the visits at which the model preferred
+        another label: no probability that the label is wrong, a hard example looks the same.
+        ``values=False``: by the fit alone, where validation labels are not to be trusted or of
+        another kind of data. The window is chosen by what the run shows, unless ``since`` or
+        ``until`` are given; ``suspects().attrs["window"]`` says which it is and why, and the weight
+        of values.
         """
-        return self._settled().suspects(self._index(estimator), Window(since, until))
+        window = Window(since, until)
+        return self._settled().suspects(self._index(estimator), window, values)
 
     def steps(self, estimator: str | None = None) -> pd.DataFrame:
         """One row per optimizer step: lr, sum of values, nobody's part, and where it was audited

@@ -1,18 +1,28 @@
 """Which labels are probably wrong, and which examples a training can do without.
 
-Both are made of the signals of visits (signals.py): how badly the model fitted an example while it
-learned. Which of three signals is best depends on the data, so ``suspicion`` is the mean of an
-example's ranks by loss, EL2N and margin, each averaged over a window of visits. Before the model
-knows the labels the signals say how frequent a label is; so the window begins with the first epoch
-in which the model got the given labels right clearly more often than the most frequent label would,
-and goes on to the end. Rule and threshold were chosen on seeds 0 and 1 and measured on others;
-docs/method.md says where they lose, and to whom (benchmarks/suspects.py).
+Made of two things that a run knows of each visit (signals.py, tables.py):
+
+* how badly the model fitted the example while it learned: the mean of its z-scores by loss, EL2N
+  and margin (minus), each averaged over a window of visits. This finds labels that the model does
+  not come to believe;
+* its values, each divided by the spread of its step: Σ −value/spread, as a z-score. This finds
+  labels that the model learns to believe and that hurt it (many of one label given another one).
+
+How far values can be trusted differs: with few validation rows they are noise. So they count
+``VALUES``·ρ² as much as the first, ρ being the correlation, over examples, of the values in the
+first half of the window with those in the second. That the validation labels are right, and of the
+same kind as the training's, is assumed.
+
+Before the model knows the labels the signals say how frequent a label is; so the window begins with
+the first epoch in which the model got the given labels right clearly more often than the most
+frequent label would, and goes on to the end. Rules and constants were chosen on seeds 0 and 1 and
+measured on others; docs/method.md says where they lose, and to whom (benchmarks/suspects.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -21,42 +31,82 @@ from inrun.ledger import LedgerError
 from inrun.ledger.signals import SHOWN, Window
 
 LEARNED = 0.1  # of the way from the most frequent label's share to that of the best epoch
-SURE = 0.9  # confidence of a suspect that is removed before anything else
+VALUES = 2.0  # weight of values that are the same in both halves of the window
+FEWEST = 10  # examples that were scored in both halves, for a correlation
+SURE = 0.9  # share of visits at which the model preferred another label, to be removed first ...
+FITTED = 0.8  # ... where it gets so many of the given labels right in its last epoch
 History = Callable[[Window], Iterable[pd.DataFrame]]  # step, id, loss, el2n, margin, label
+Values = Callable[[Window], pd.Series]  # Σ −value/spread by id
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The visits that a list of suspects is made of, in steps, and why these."""
+    """The visits that a list of suspects is made of, in steps, and why these; the share of labels
+    that the model got right in the last epoch; how much values count."""
 
     since: int
     until: int
     why: str
+    fitted: float
+    agreement: float | None = None  # of values in both halves, a correlation
+    weight: float = 0.0
 
 
-def suspects_table(history: History, epochs: pd.DataFrame, window: Window) -> pd.DataFrame:
-    """One row per example, most suspicious first: id, suspicion, confidence, the means of loss,
+def suspects_table(
+    history: History, epochs: pd.DataFrame, window: Window, values: Values | None = None
+) -> pd.DataFrame:
+    """One row per example, most suspicious first: id, suspicion, disagreed, the means of loss,
     EL2N and margin, visits, label. ``attrs["window"]`` says which visits count."""
     chosen = _chosen(history, epochs, window)
     total = pd.DataFrame(columns=["id", *_SUMMED, "low", "high"])
     for batch in history(Window(chosen.since, chosen.until)):
         known = batch[batch["loss"].notna()]
-        own = known[["id", *SHOWN]].assign(confidence=-np.expm1(-known["loss"]), visits=1)
+        margin = known["margin"]
+        own = known[["id", *SHOWN]].assign(
+            disagreed=(margin < 0).astype(float).where(margin.notna()), visits=1
+        )
         own = own.assign(low=known["label"], high=known["label"])
         total = _added(pd.concat([total, own], ignore_index=True) if len(total) else own)
-    for name in (*SHOWN, "confidence"):
+    for name in (*SHOWN, "disagreed"):
         total[name] = total[name] / total["visits"]
     total["label"] = total["low"].where(total["low"] == total["high"])
-    ranks = [total["loss"].rank(), total["el2n"].rank(), (-total["margin"]).rank()]
-    known = pd.concat(ranks, axis=1) / max(1, len(total))
-    total["suspicion"] = known.mean(axis=1)
-    found = total[["id", "suspicion", "confidence", *SHOWN, "visits", "label"]]
+    scores = pd.concat([_z(total["loss"]), _z(total["el2n"]), -_z(total["margin"])], axis=1)
+    score = scores.mean(axis=1)
+    if values is not None:
+        score, chosen = _with_values(score, total["id"], values, chosen)
+    total["suspicion"] = score.rank() / max(1, len(total))
+    found = total[["id", "suspicion", "disagreed", *SHOWN, "visits", "label"]]
     found = found.sort_values(["suspicion", "id"], ascending=[False, True], ignore_index=True)
     found.attrs["window"] = asdict(chosen)
     return found
 
 
-_SUMMED = (*SHOWN, "confidence", "visits")
+def _with_values(
+    score: pd.Series, ids: pd.Series, values: Values, chosen: Choice
+) -> tuple[pd.Series, Choice]:
+    """The score with what the values say, weighted by how well they agree with themselves."""
+    middle = (chosen.since + chosen.until) // 2
+    if not chosen.since < middle < chosen.until:
+        return score, chosen
+    halves = [Window(chosen.since, middle), Window(middle, chosen.until)]
+    both = pd.concat([values(w).reindex(ids) for w in halves], axis=1)
+    known = both.dropna()
+    if len(known) < FEWEST or not (known.std() > 0).all():
+        return score, chosen
+    agreement = float(known.iloc[:, 0].corr(known.iloc[:, 1]))
+    weight = VALUES * max(0.0, agreement) ** 2
+    sums = both.sum(axis=1, min_count=1).set_axis(score.index)
+    chosen = replace(chosen, agreement=agreement, weight=weight)
+    return score + weight * _z(sums).fillna(0.0), chosen
+
+
+def _z(x: pd.Series) -> pd.Series:
+    """Standard scores; 0 where all are alike."""
+    spread = x.std(ddof=0)
+    return (x - x.mean()) / (spread if spread > 0 else np.inf)
+
+
+_SUMMED = (*SHOWN, "disagreed", "visits")
 
 
 def _added(rows: pd.DataFrame) -> pd.DataFrame:
@@ -85,38 +135,41 @@ def _chosen(history: History, epochs: pd.DataFrame, window: Window) -> Choice:
         )
     table = pd.concat(steps).groupby("step", as_index=False).sum()
     since, until = int(table["step"].min()), int(table["step"].max()) + 1
-    if not window.whole:
-        return Choice(since, until, "the steps that were asked for")
     at = np.searchsorted(epochs["since"].to_numpy(), table["step"].to_numpy(), side="right") - 1
     sums = table.groupby(at)[["right", "n"]].sum()
     share = sums["right"] / sums["n"]
+    fitted = float(share.iloc[-1])
+    if not window.whole:
+        return Choice(since, until, "the steps that were asked for", fitted)
     frequent = float(labels.max() / labels.sum()) if len(labels) else float("nan")
     best = float(share.max())
     if not best > frequent or len(share) < 2:
-        return Choice(
-            since, until, "all visits: the run shows no epoch from which labels are known"
-        )
+        why = "all visits: the run shows no epoch from which labels are known"
+        return Choice(since, until, why, fitted)
     first = int(share.index[share >= frequent + LEARNED * (best - frequent)][0])
     why = (
         f"from epoch {first} of 0 to {int(at.max())} on: it is the first in which the model got "
         f"clearly more of the given labels right ({share[first]:.0%}; best epoch {best:.0%}) than "
         f"the most frequent label would ({frequent:.0%})"
     )
-    return Choice(max(since, int(epochs["since"].iloc[first])), until, why)
+    return Choice(max(since, int(epochs["since"].iloc[first])), until, why, fitted)
 
 
 def removed(table: pd.DataFrame, n: int, rule: str) -> np.ndarray:
     """Positions of n rows of ``suspects_table`` to remove, the first to go first.
 
     ``noisy``: the most suspicious. ``clean``: the easiest (lowest EL2N, or loss), an equal share of
-    each label. ``auto``: suspects whose confidence is above ``SURE``, then the easiest. Never the
-    lowest values: on clean SST-2 that was worse than removing at random. ``noisy`` is for no more
-    than the share of wrong labels: beyond, it removes hard examples and did worse than random.
+    each label. ``auto``: suspects about whom the model disagreed at more than ``SURE`` of the
+    visits, if it fits the other labels (``FITTED``: before, it disagrees about hard examples), then
+    the easiest. Never the lowest values: on clean SST-2 that was worse than removing at random.
+    ``noisy`` is for no more than the share of wrong labels: beyond, it removes hard examples and
+    did worse than random.
     """
     order = np.arange(len(table))  # the most suspicious first
     if rule == "noisy":
         return order[:n]
-    sure = (table["confidence"] > SURE).to_numpy() & (rule == "auto")
+    fits = table.attrs["window"]["fitted"] >= FITTED
+    sure = (table["disagreed"] > SURE).to_numpy() & (rule == "auto") & fits
     rest = table[~sure]
     by = rest["el2n"] if rest["el2n"].notna().all() else rest["loss"]
     labels = rest["label"].fillna(-1)

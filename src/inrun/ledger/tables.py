@@ -13,6 +13,7 @@ x0, x1, ... there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -92,16 +93,19 @@ class LedgerTables:
         return pd.concat([table, means.iloc[:, 1:].set_axis(names, axis=1)], axis=1)
 
     def harm(
-        self, estimator: int, targets: Sequence[str] | None = None, window: Window = WHOLE
-    ) -> pd.DataFrame:
+        self, estimator: int, targets: Sequence[str] | None = None, window: Window = WHOLE,
+        signed: bool = False,
+    ) -> pd.DataFrame:  # fmt: skip
         """One row per example: id, harm.
 
         Each step's values are divided by their standard deviation within the batch and target; the
         negative parts are summed over steps and targets (all, or those named). Steps whose examples
         are all alike (one example, or copies that differ by rounding only) have no spread and do
-        not count; nor do values that are not finite. Harm is NaN where nothing counts.
+        not count; nor do values that are not finite. Harm is NaN where nothing counts. ``signed``:
+        values above 0 count, too, against it.
         """
-        found = self._query(estimator, targets or self.targets, _harm_sql, scans=2, window=window)
+        sql = partial(_harm_sql, signed=signed)
+        found = self._query(estimator, targets or self.targets, sql, scans=2, window=window)
         if not found:
             return _empty(id="int64", harm="float64")
         total = pd.concat([t["harm"] for t in found], axis=1).sum(axis=1, min_count=1)
@@ -274,16 +278,17 @@ def _picked_sql(k: int) -> str:
     return _values_sql(k, "WHERE id IN (SELECT id FROM picked)")
 
 
-def _harm_sql(k: int) -> str:
+def _harm_sql(k: int, signed: bool = False) -> str:
     """Harm by id. A join with the spread of each step, not a window: no sort of all rows."""
     each = range(k)
     x = ", ".join(
         f"CASE WHEN weight IS NOT NULL AND isfinite(x{q}) THEN x{q} END AS y{q}" for q in each
     )
     spread = ", ".join(f"stddev_pop(y{q}) AS s{q}, max(abs(y{q})) AS m{q}" for q in each)
+    part = "-y{0} / s{0}" if signed else "greatest(-y{0} / s{0}, 0)"
     hurt = ", ".join(
-        f"sum(CASE WHEN s{q} > {ROUNDING} * m{q} AND y{q} IS NOT NULL "
-        f"THEN greatest(-y{q} / s{q}, 0) END) AS h{q}"
+        f"sum(CASE WHEN s{q} > {ROUNDING} * m{q} AND y{q} IS NOT NULL THEN {part.format(q)} END) "
+        f"AS h{q}"
         for q in each
     )
     some = " OR ".join(f"h{q} IS NOT NULL" for q in each)

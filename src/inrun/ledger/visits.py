@@ -45,7 +45,9 @@ def top_by_signal(
     return found.set_axis(["id", "value", by, "steps", "scored"], axis=1)
 
 
-def suspects(ledger: LedgerTables, estimator: int, window: Window = WHOLE) -> pd.DataFrame:
+def suspects(
+    ledger: LedgerTables, estimator: int, window: Window = WHOLE, values: bool = True
+) -> pd.DataFrame:
     """One row per example, most suspicious first: see ``RunTables.suspects``."""
     extra, names = ("loss", "el2n", "margin"), signals.shown_names(ledger.targets)
 
@@ -55,10 +57,15 @@ def suspects(ledger: LedgerTables, estimator: int, window: Window = WHOLE) -> pd
                 own = piece[["step", "id", *names, "signal label"]]
                 yield own.set_axis(["step", "id", *extra, "label"], axis=1)
 
-    found = suspects_table(history, ledger.epochs(estimator), window)
+    def against(some: Window) -> pd.Series:
+        table = ledger.harm(estimator, ["value"], some, signed=True)
+        return table.set_index("id")["harm"]
+
+    by_value = against if values else None
+    found = suspects_table(history, ledger.epochs(estimator), window, by_value)
     if len(ledger.targets) > 1 and len(found):
-        values = ledger.values(estimator, window).set_index("id")[ledger.targets]
-        own = values.reindex(found["id"])
+        by_target = ledger.values(estimator, window).set_index("id")[ledger.targets]
+        own = by_target.reindex(found["id"])
         lowest = own.fillna(np.inf).idxmin(axis=1)
         hurt = (own.min(axis=1) < 0).to_numpy()
         found["hurts"] = lowest.where(pd.Series(hurt, lowest.index)).to_numpy()
