@@ -158,9 +158,9 @@ def test_suspects_are_ranked_by_fit_and_values(ledger, by_value):
         history["against"] = -history["value"] / spread
         late = history["step"] >= 6
         first, second = (history[m].groupby("id")["against"].sum() for m in (~late, late))
-        weight = 2 * max(0.0, first.corr(second)) ** 2
+        weight = 4 * max(0.0, first.corr(second)) ** 2
         np.testing.assert_allclose(window["weight"], weight, rtol=1e-6)
-        score = score + weight * z(first + second)
+        score = score + weight * z(first + second).clip(lower=0)
     else:
         assert window["weight"] == 0
     np.testing.assert_allclose(found["suspicion"], score.rank() / N, rtol=1e-9)
@@ -185,7 +185,7 @@ def against(sign: float) -> MemoryLedger:
 
 def test_values_count_as_far_as_they_agree_with_themselves():
     steady, turning = against(1.0).suspects(0), against(-1.0).suspects(0)
-    assert steady["id"].iloc[0] == 0 and steady.attrs["window"]["weight"] > 1.9
+    assert steady["id"].iloc[0] == 0 and steady.attrs["window"]["weight"] > 3.9
     assert turning.attrs["window"]["weight"] == 0 and turning.attrs["window"]["agreement"] < 0
     assert turning["suspicion"].nunique() == 1
 

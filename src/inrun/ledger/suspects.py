@@ -5,8 +5,9 @@ Made of two things that a run knows of each visit (signals.py, tables.py):
 * how badly the model fitted the example while it learned: the mean of its z-scores by loss, EL2N
   and margin (minus), each averaged over a window of visits. This finds labels that the model does
   not come to believe;
-* its values, each divided by the spread of its step: Σ −value/spread, as a z-score. This finds
-  labels that the model learns to believe and that hurt it (many of one label given another one).
+* its values, each divided by the spread of its step: Σ −value/spread, as a z-score, where that is
+  above 0. This finds labels that the model learns to believe and that hurt it (many of one label
+  given another one).
 
 How far values can be trusted differs: with few validation rows they are noise. So they count
 ``VALUES``·ρ² as much as the first, ρ being the correlation, over examples, of the values in the
@@ -31,7 +32,7 @@ from inrun.ledger import LedgerError
 from inrun.ledger.signals import SHOWN, Window
 
 LEARNED = 0.1  # of the way from the most frequent label's share to that of the best epoch
-VALUES = 2.0  # weight of values that are the same in both halves of the window
+VALUES = 4.0  # weight of values that are the same in both halves of the window
 FEWEST = 10  # examples that were scored in both halves, for a correlation
 SURE = 0.9  # share of visits at which the model preferred another label, to be removed first ...
 FITTED = 0.8  # ... where it gets so many of the given labels right in its last epoch
@@ -97,7 +98,7 @@ def _with_values(
     weight = VALUES * max(0.0, agreement) ** 2
     sums = both.sum(axis=1, min_count=1).set_axis(score.index)
     chosen = replace(chosen, agreement=agreement, weight=weight)
-    return score + weight * _z(sums).fillna(0.0), chosen
+    return score + weight * _z(sums).clip(lower=0.0).fillna(0.0), chosen
 
 
 def _z(x: pd.Series) -> pd.Series:
