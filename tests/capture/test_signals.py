@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inrun.capture.capture import Capture
+from inrun.capture.signals import Labelled, of_examples, row_signals
 from inrun.capture.signals import means as example_means
-from inrun.capture.signals import of_examples
 
 B, T, C = 5, 4, 3
 
@@ -208,3 +208,23 @@ def test_training_is_the_same_to_the_last_bit(model):
     model.zero_grad()
     assert signals(model, TOKENS, loss) is not None
     assert all(torch.equal(a, p.grad) for a, p in zip(plain, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("logarithms", [False, True])
+def test_of_many_classes_the_loss_alone(logarithms, monkeypatch):
+    monkeypatch.setattr("inrun.capture.signals.MANY", C - 1)
+    z, y = torch.randn(B, C).double(), LABELS[:, 0]
+    given = z.log_softmax(1) if logarithms else z
+    rows = row_signals(Labelled(given, y, 1, logarithms=logarithms))
+    wanted = torch.tensor([obvious(z[i], y[i]) for i in range(B)], dtype=torch.float64)
+    wanted[:, 1:3] = math.nan
+    found = torch.from_numpy(example_means(rows.numpy()))
+    torch.testing.assert_close(found, wanted.T, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+def test_many_rows_are_worked_on_in_pieces(monkeypatch):
+    z, y = torch.randn(B, C, T).double(), LABELS.clone()
+    y[2, 1] = -100
+    whole = row_signals(Labelled(z, y, 1))
+    monkeypatch.setattr("inrun.capture.signals.TOGETHER", 7)
+    assert torch.equal(row_signals(Labelled(z, y, 1)), whole) and not whole[:, 2, 1].any()

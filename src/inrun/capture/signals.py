@@ -39,9 +39,9 @@ from inrun.tensors.layout import Layout, to_rows
 from inrun.tensors.owners import Owners, on_one_device
 from inrun.torch_compat import DisableTorchFunction, saved_tensors_hooks
 
-MANY = 2048  # classes: beyond, el2n and margin (several passes over the logits) are left out
+MANY = 2048  # classes: beyond, EL2N and margin (several passes over the logits) are left out
 TOGETHER = 2**24  # logits that are worked on at a time
-UNNORMALISED = 1e-2  # |Σp − 1| from which the input of nll_loss is no log-probability
+UNNORMALISED = 1e-2  # |log Σp| from which the input of nll_loss is no log-probability
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -175,55 +175,53 @@ def _whose(micro: MicroBatch, origin: Any, loss: Labelled) -> Layout | Tensor | 
 
 
 def row_signals(loss: Labelled) -> Tensor:
-    """[5, *rows]: the signals of each row, and 1 where its label counts (0 in all five otherwise).
-    NaN: not known."""
+    """[5, *rows]: log p_y, EL2N, the highest log-probability of another label, y, and 1 where the
+    label counts (0 in all five otherwise). NaN: not known. ``means`` makes the signals of them."""
     z, y, c = loss.logits.detach(), loss.labels.detach(), loss.classes
-    z = z.float() if z.dtype in HALF else z
     if c is None:
+        z = z.float() if z.dtype in HALF else z
         return _binary_rows(z, y.to(z.dtype))
-    z = z.movedim(c, -1) if c != z.ndim - 1 else z  # [*rows, C]
     hard = not y.is_floating_point()
-    y = y if hard else y.to(z.dtype).movedim(c, -1)
+    piece = _rows if hard else _soft_rows
+    if hard and z.ndim == 2 and z.numel() <= TOGETHER:
+        return piece(z, y, loss)
+    z = z.movedim(c, -1)  # [*rows, C]
+    y = y if hard else y.movedim(c, -1)
     rows, C = z.shape[:-1], z.shape[-1]
     z, y = z.reshape(-1, C), y.reshape(-1) if hard else y.reshape(-1, C)
     some = max(1, TOGETHER // C)
-    piece = _rows if hard else _soft_rows
     parts = [piece(z[i : i + some], y[i : i + some], loss) for i in range(0, len(z), some)]
-    found = parts[0] if len(parts) == 1 else torch.cat([z.new_zeros(5, 0), *parts], 1)
-    return found.view(5, *rows)
+    return torch.cat([z.new_zeros(5, 0), *parts], 1).view(5, *rows)
 
 
 def _rows(z: Tensor, y: Tensor, loss: Labelled) -> Tensor:
     """Logits [N, C] and labels [N] → [5, N]."""
+    z = z.float() if z.dtype in HALF else z
     ignored = y == loss.ignore
     at = y.masked_fill(ignored, 0)[:, None]
-    found = z.new_full((5, len(z)), math.nan)
-    found[3], found[4] = y, 1
-    if z.shape[1] > MANY:
-        total = 0.0 if loss.normalised else z.logsumexp(1)
-        found[0] = total - z.gather(1, at)[:, 0]
-        if loss.logarithms and not loss.normalised:
-            found[0] = torch.where(total.abs() < UNNORMALISED, found[0] - total, math.nan)
-        return found.masked_fill_(ignored, 0)
+    found, many = z.new_ones(5, len(z)), not 1 < z.shape[1] <= MANY
+    found[3] = y
     logp = z if loss.logarithms else z.log_softmax(1)
     own = logp.gather(1, at)  # [N, 1]: log p_y
-    p = logp.exp()
-    unsure = loss.logarithms and not loss.normalised
-    off = (p.sum(1) - 1).abs() if unsure else None
-    torch.neg(own[:, 0], out=found[0])
-    torch.linalg.vector_norm(p.scatter_(1, at, own.expm1()), dim=1, out=found[1])
-    torch.sub(own[:, 0], logp.scatter(1, at, -math.inf).amax(1), out=found[2])
-    if off is not None:
+    found[0] = own[:, 0]
+    if many:
+        found[1:3] = math.nan
+    else:
+        torch.linalg.vector_norm(logp.exp().scatter_(1, at, own.expm1()), dim=1, out=found[1])
+        torch.amax(logp.scatter(1, at, -math.inf), 1, out=found[2])
+    if loss.logarithms and not loss.normalised:
+        off = z.logsumexp(1).abs()
         found[:3].masked_fill_(~(off < UNNORMALISED), math.nan)
     return found.masked_fill_(ignored, 0)
 
 
 def _soft_rows(z: Tensor, t: Tensor, loss: Labelled) -> Tensor:
     """The same for labels that are probabilities [N, C]: they have no margin."""
+    z = z.float() if z.dtype in HALF else z
     logp = z if loss.logarithms else z.log_softmax(1)
     p = logp.exp()
     normal = ((p.sum(1) - 1).abs() < UNNORMALISED) & (t >= 0).all(1)
-    own = torch.where(t == 0, 0.0, -t * logp).sum(1)
+    own = torch.where(t == 0, 0.0, t * logp).sum(1)
     found = torch.stack([own, (p - t).norm(dim=1)])
     unknown = torch.full_like(found, math.nan)
     found = torch.where(normal, found, math.nan)
@@ -233,10 +231,10 @@ def _soft_rows(z: Tensor, t: Tensor, loss: Labelled) -> Tensor:
 def _binary_rows(z: Tensor, t: Tensor) -> Tensor:
     """Binary logits and targets in [0, 1], each a row of its own."""
     t = t.expand(z.shape)
-    own = F.softplus(z) - t * z
+    own = t * z - F.softplus(z)
     hard = (t == 0) | (t == 1)
-    margin = torch.where(hard, z * (2 * t - 1), math.nan)
-    found = torch.stack([own, (z.sigmoid() - t).abs(), margin, t, torch.ones_like(z)])
+    other = torch.where(hard, own - z * (2 * t - 1), math.nan)
+    found = torch.stack([own, (z.sigmoid() - t).abs(), other, t, torch.ones_like(z)])
     found[:2] = torch.where((t >= 0) & (t <= 1), found[:2], math.nan)
     return found
 
@@ -273,8 +271,7 @@ def of_examples(micros: Sequence[MicroBatch]) -> Tensor | None:
 
 
 def means(sums: np.ndarray) -> np.ndarray:
-    """[4, B] from [5, B]: the means over the rows of each example."""
+    """[4, B] from [5, B]: loss, EL2N, margin and label, the means over the rows of each example."""
     count = np.where(sums[4] > 0, sums[4], np.nan)
-    found: np.ndarray = sums[:4] / count
-    found[3, sums[4] != 1] = np.nan
-    return found
+    own, el2n, other, label = sums[:4] / count
+    return np.stack([-own, el2n, own - other, np.where(sums[4] == 1, label, np.nan)])
