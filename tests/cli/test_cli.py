@@ -148,10 +148,10 @@ def signalled(tmp_path_factory):
 
 def test_suspects_are_those_of_the_run(signalled):
     found = asked("suspects", signalled, "-n", 2)
-    assert {s["id"] for s in found["suspects"]} == {3, 7} and found["sure"] == 2
+    assert {s["id"] for s in found["suspects"]} == {3, 7} and found["disagreed"] == 2
     assert found["window"] == open_run(signalled).suspects().attrs["window"]
     text = call("suspects", signalled).stdout
-    assert "steps 0 to 7" in text and "2 of 20 examples have a confidence above 0.9" in text
+    assert "steps 0 to 7" in text and "2 of 20 examples: the model preferred another" in text
 
 
 def test_prune_takes_sure_suspects_then_the_easiest(signalled, tmp_path):

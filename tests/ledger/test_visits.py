@@ -158,7 +158,7 @@ def test_suspects_are_ranked_by_fit_and_values(ledger, by_value):
         history["against"] = -history["value"] / spread
         late = history["step"] >= 6
         first, second = (history[m].groupby("id")["against"].sum() for m in (~late, late))
-        weight = 4 * max(0.0, first.corr(second)) ** 2
+        weight = 4 * max(0.0, first.corr(second)) ** 2  # labels of four examples have none
         np.testing.assert_allclose(window["weight"], weight, rtol=1e-6)
         score = score + weight * z(first + second).clip(lower=0)
     else:
@@ -172,22 +172,41 @@ def test_suspects_are_ranked_by_fit_and_values(ledger, by_value):
     assert found["hurts"].fillna("").tolist() == hurts.fillna("").tolist()
 
 
-def against(sign: float) -> MemoryLedger:
-    """Twelve examples that the model fits alike, of which 0 hurts at each step (sign 1) or helps
-    and hurts in turn (sign −1)."""
-    ledger, values = MemoryLedger(["all"]), np.arange(12.0) % 3
-    alike = np.stack([np.ones(12), np.ones(12), np.ones(12), np.arange(12) % 2])
+def against(turn: set[int]) -> MemoryLedger:
+    """40 examples of two labels that the model fits alike; odd ids have label 1. Values are the
+    same at each step, but those of the labels in ``turn`` have another sign in the second half."""
+    ledger, ids = MemoryLedger(["all"]), np.arange(40)
+    alike = np.stack([np.ones(40), np.ones(40), np.ones(40), ids % 2])
+    values = np.random.default_rng(0).normal(size=40)
+    turned = np.isin(ids % 2, list(turn))
     for step in range(8):
-        values[0] = -9.0 * (sign if step >= 4 else 1.0)
-        ledger.append(StepEntry(step, np.arange(12), values[None, None].copy(), 0.1, signals=alike))
+        own = np.where(turned & (step >= 4), -values, values)
+        ledger.append(StepEntry(step, ids, own[None, None], 0.1, signals=alike))
     return ledger
 
 
 def test_values_count_as_far_as_they_agree_with_themselves():
-    steady, turning = against(1.0).suspects(0), against(-1.0).suspects(0)
-    assert steady["id"].iloc[0] == 0 and steady.attrs["window"]["weight"] > 3.9
+    steady, turning = against(set()), against({0, 1}).suspects(0)
+    found = steady.suspects(0)
+    lowest = steady.values(0).sort_values("value")["id"].tolist()
+    assert found["id"].tolist()[:5] == lowest[:5]
+    assert found.attrs["window"]["weight"] == pytest.approx(4)
     assert turning.attrs["window"]["weight"] == 0 and turning.attrs["window"]["agreement"] < 0
     assert turning["suspicion"].nunique() == 1
+
+
+def test_values_of_a_label_that_do_not_agree_do_not_count():
+    ledger, ids = MemoryLedger(["all"]), np.arange(40)
+    alike = np.stack([np.ones(40), np.ones(40), np.ones(40), ids % 2])
+    rng = np.random.default_rng(0)
+    kept, other = rng.normal(size=40), rng.normal(size=40)
+    for step in range(8):  # label 1 is lower, and orders its own anew in the second half
+        values = np.where(ids % 2 == 0, 4 * kept, (kept if step < 4 else other - kept) - 2)
+        ledger.append(StepEntry(step, ids, values[None, None], 0.1, signals=alike))
+    found = ledger.suspects(0)
+    window, found = found.attrs["window"], found.set_index("id")["suspicion"].sort_index()
+    assert window["agreement"] > 0.5 and 0 < window["weight"] < 4 * window["agreement"] ** 2
+    assert found[ids % 2 == 1].nunique() == 1 and found[ids % 2 == 0].nunique() > 1
 
 
 def learning(right: list[float]) -> MemoryLedger:

@@ -11,8 +11,9 @@ Made of two things that a run knows of each visit (signals.py, tables.py):
 
 How far values can be trusted differs: with few validation rows they are noise. So they count
 ``VALUES``·ρ² as much as the first, ρ being the correlation, over examples, of the values in the
-first half of the window with those in the second. That the validation labels are right, and of the
-same kind as the training's, is assumed.
+first half of the window with those in the second; or over the examples of the same label, where
+that is lower. That the validation labels are right, and of the same kind as the training's, is
+assumed.
 
 Before the model knows the labels the signals say how frequent a label is; so the window begins with
 the first epoch in which the model got the given labels right clearly more often than the most
@@ -50,7 +51,7 @@ class Choice:
     why: str
     fitted: float
     agreement: float | None = None  # of values in both halves, a correlation
-    weight: float = 0.0
+    weight: float = 0.0  # of values, the mean over examples
 
 
 def suspects_table(
@@ -74,7 +75,7 @@ def suspects_table(
     scores = pd.concat([_z(total["loss"]), _z(total["el2n"]), -_z(total["margin"])], axis=1)
     score = scores.mean(axis=1)
     if values is not None:
-        score, chosen = _with_values(score, total["id"], values, chosen)
+        score, chosen = _with_values(score, total, values, chosen)
     total["suspicion"] = score.rank() / max(1, len(total))
     found = total[["id", "suspicion", "disagreed", *SHOWN, "visits", "label"]]
     found = found.sort_values(["suspicion", "id"], ascending=[False, True], ignore_index=True)
@@ -83,22 +84,35 @@ def suspects_table(
 
 
 def _with_values(
-    score: pd.Series, ids: pd.Series, values: Values, chosen: Choice
+    score: pd.Series, total: pd.DataFrame, values: Values, chosen: Choice
 ) -> tuple[pd.Series, Choice]:
     """The score with what the values say, weighted by how well they agree with themselves."""
     middle = (chosen.since + chosen.until) // 2
     if not chosen.since < middle < chosen.until:
         return score, chosen
     halves = [Window(chosen.since, middle), Window(middle, chosen.until)]
-    both = pd.concat([values(w).reindex(ids) for w in halves], axis=1)
+    both = pd.concat([values(w).reindex(total["id"]) for w in halves], axis=1, keys=["a", "b"])
+    both.index = total.index
+    agreement = _agreement(both)
+    if agreement is None:
+        return score, chosen
+    rho = pd.Series(max(0.0, agreement), total.index)
+    for _, own in both.groupby(total["label"]):
+        within = _agreement(own)
+        if within is not None:
+            rho[own.index] = rho[own.index].clip(upper=max(0.0, within))
+    against = _z(both.sum(axis=1, min_count=1)).clip(lower=0.0).fillna(0.0)
+    weight = VALUES * rho**2
+    chosen = replace(chosen, agreement=agreement, weight=float(weight.mean()))
+    return score + weight * against, chosen
+
+
+def _agreement(both: pd.DataFrame) -> float | None:
+    """The correlation of two columns; None where too few examples have both."""
     known = both.dropna()
     if len(known) < FEWEST or not (known.std() > 0).all():
-        return score, chosen
-    agreement = float(known.iloc[:, 0].corr(known.iloc[:, 1]))
-    weight = VALUES * max(0.0, agreement) ** 2
-    sums = both.sum(axis=1, min_count=1).set_axis(score.index)
-    chosen = replace(chosen, agreement=agreement, weight=weight)
-    return score + weight * _z(sums).clip(lower=0.0).fillna(0.0), chosen
+        return None
+    return float(known["a"].corr(known["b"]))
 
 
 def _z(x: pd.Series) -> pd.Series:
