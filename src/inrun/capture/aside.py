@@ -376,8 +376,8 @@ class Aside:
             if found != [x[:4] for x in plan.outputs]:
                 raise OtherPlanError
             if self.on_loss is not None and self.reason is None:
-                for number, origin in plan.losses:
-                    self.on_loss(self._graph.node(number), origin)
+                for number, logits in plan.losses:
+                    self.on_loss(self._graph.node(number), logits)
         except OtherPlanError:
             self._differs()
         self.followed += 1

@@ -40,10 +40,6 @@ class SavedRun(RunTables):
 
         return f"<inrun run {str(self.path)!r}: {safe(', '.join(self.estimators))}>"
 
-    def has_signals(self) -> bool:
-        """Are loss, EL2N and margin of visits on record?"""
-        return self._ledger.has_signals()
-
     @property
     def bytes(self) -> int:
         """The size of the parts that count, of all ranks."""
