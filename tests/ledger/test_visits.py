@@ -233,8 +233,12 @@ def test_the_window_begins_when_the_labels_are_known(right, since, why):
     assert (window["since"], window["until"]) == (since, len(right)) and why in window["why"]
 
 
-@pytest.mark.parametrize("fitted, first", [(0.9, [0, 1, 7, 5]), (0.7, [7, 5, 6, 3])])
-def test_what_is_removed(fitted, first):
+@pytest.mark.parametrize(
+    "fitted, several, first",
+    [(0.9, 0.2, [0, 1, 7, 5]), (0.7, 0.2, [7, 5, 6, 3]), (0.9, 0.3, [7, 5, 6, 3])],
+)
+def test_what_is_removed(fitted, several, first, monkeypatch):
+    monkeypatch.setattr("inrun.ledger.suspects.SEVERAL", several)
     table = pd.DataFrame({
         "id": range(8), "disagreed": [0.95, 0.92, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05],
         "el2n": [1.3, 1.2, 0.8, 0.7, 0.6, 0.5, 0.2, 0.1], "loss": 1.0,

@@ -102,10 +102,10 @@ def prune(
     """Write the ids to keep after removing a share of the examples.
 
     By default suspects about whom the model disagreed at more than 90 % of the visits go first, if
-    it fits most of the other labels, then the examples that it fitted most easily, an equal share
-    of each label. --by noisy
-    is for no more than the share of wrong labels. --by value removes those of lowest value, for
-    comparison only: on clean SST-2 that was worse than --which random.
+    it fits most other labels and they are not just a few; then the examples that it fitted most
+    easily, an equal share of each label. --by noisy is for no more than the share of wrong labels.
+    --by value removes those of lowest value, for comparison only: on clean SST-2 that was worse
+    than --which random.
     Examples that were never scored are kept: nothing is known against them.
     """
     if not 0 < ratio < 1:
