@@ -16,7 +16,7 @@ Ours is ``run.suspects()`` of one watched run. Single-run rivals are made of the
 loss, AUM (mean margin), loss at the end, EL2N of all visits, harm, sum of values. Others train or
 look again: EL2N and GraNd of several short trainings, TracIn, confident learning from out-of-fold
 probabilities. The rule of ``run.suspects()`` was chosen on seeds 0 and 1 of digits and letters
-(among some 60 scores, windows and weights): measure on others. Removing: accuracy on clean held-out
+(among some 80 scores, windows and weights): measure on others. Removing: accuracy on clean held-out
 examples after training on what is left, minus that of as many removed at random.
 """
 
@@ -26,6 +26,7 @@ import argparse
 import json
 import sys
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from experiments.common.parts import Context
 from experiments.mislabel import detectors, problems
 from experiments.mislabel.problems import Problem
 from experiments.mislabel.training import Trainer
+from inrun.bench.machine import commit, hardware, versions
 from inrun.ledger.suspects import SURE, removed
 from inrun.report.metrics import auroc
 
@@ -79,7 +81,10 @@ def main() -> None:
     context = Context(torch.device(a.device), a.data)
     if a.model is not None:
         encoder.folder = lambda data, hub=None: str(a.model)
-    cells = []
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    about = {"date": now, "hardware": hardware(context.device), "versions": versions(),
+             "commit": commit()}  # fmt: skip
+    cells: list[dict[str, Any]] = []
     for task, own in TASKS.items():
         if task.split(",")[0] not in a.tasks.split(","):
             continue
@@ -91,7 +96,7 @@ def main() -> None:
                 cells.append({"task": task, "kind": kind, "seed": seed} | found)
                 print(json.dumps(cells[-1]), flush=True)
                 if a.out:
-                    a.out.write_text(json.dumps(cells, indent=1) + "\n")
+                    a.out.write_text(json.dumps(about | {"cells": cells}, indent=1) + "\n")
     print(table(cells))
 
 
