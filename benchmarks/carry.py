@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 import inrun
 from inrun.bench.machine import commit, hardware, versions
 from inrun.demo.digits import Data, load
-from inrun.ledger.tables import carry_summary
+from inrun.ledger.audits import carry_summary
 from inrun.report.metrics import auroc
 
 EPOCHS, BATCH, REPEATED, QUERIES = 10, 64, 2, 50

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -23,6 +23,7 @@ import experiments
 from benchmarks.distributed import modelled, modelled_sharded, ring, scatter, sharded_pass
 from experiments import overview
 
+SINGLE = ("loss, mean", "AUM", "loss, end", "EL2N, all visits", "harm", "sum of values")
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
@@ -225,6 +226,56 @@ def finetune() -> str:
         plain = f"{rows['plain']['step_ms']['median']:.1f}"
         lines.append(f"| {label} | {size} | {options['mode']} | {plain} | {' | '.join(kept)} |")
     return "\n".join([*lines, "", measured_with(runs[0], [run["date"] for run in runs])])
+
+
+def _suspect_cells() -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The cells of benchmarks/suspects.py by task and kind of wrong labels, of all results."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for file in sorted(RESULTS.glob("suspects-*.json")):
+        for c in json.loads(file.read_text())["cells"]:
+            found.setdefault((c["task"], c["kind"]), []).append(c)
+    return found
+
+
+def suspects() -> str:
+    """AUROC of run.suspects() and of the best single-run rival of each cell."""
+    head = ("data", "wrong labels", "seeds", "suspects", "without values", "best rival",
+            "wrong among the first k, k wrong", "`disagreed` > 0.9")  # fmt: skip
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for (task, kind), every in _suspect_cells().items():
+        cells = [c for c in every if "auroc" in c]
+        if not cells:
+            continue
+        of = {k: [c["auroc"][k] for c in cells] for k in cells[0]["auroc"]}
+        best = max(SINGLE, key=lambda k: mean(of[k]))
+        k, right = (sum(c["top k"][i] for c in cells) for i in (0, 1))
+        shown, wrong = (sum(c["disagreed"][i] for c in cells) for i in (0, 1))
+        columns = [task, kind, str(len(cells)), f"{mean(of['suspects']):.4f}",
+                   f"{mean(of['suspects, without values']):.4f}",
+                   f"{best} {mean(of[best]):.4f} ± {_error(of[best]):.4f}",
+                   f"{right / k:.0%}", f"{shown}, {wrong / max(1, shown):.0%} wrong"]  # fmt: skip
+        lines.append("| " + " | ".join(columns) + " |")
+    return "\n".join(lines)
+
+
+def suspects_pruned() -> str:
+    """Accuracy after removing, minus that after removing as many at random."""
+    lines = ["| data | wrong labels | removed | `--by auto` | `clean` | `noisy` | lowest values |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    for (task, kind), every in _suspect_cells().items():
+        cells = [c["prune"] for c in every if "prune" in c]
+        for ratio in cells[0] if cells else ():
+            gains = []
+            for rule in ("auto", "clean", "noisy", "lowest values"):
+                x = [c[ratio][rule] - c[ratio]["random"] for c in cells]
+                gains.append(f"{mean(x):+.3f} ± {_error(x):.3f}")
+            lines.append("| " + " | ".join([task, kind, f"{float(ratio):.0%}", *gains]) + " |")
+    return "\n".join(lines)
+
+
+def _error(x: Sequence[float]) -> float:
+    """The standard error of a mean."""
+    return stdev(x) / len(x) ** 0.5 if len(x) > 1 else float("nan")
 
 
 def first_steps() -> str:
@@ -490,6 +541,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "targets-compiled": lambda: scaling("h200", "gpt2-compile", "targets-16-compile"),
     "finetune": finetune,
     "first-steps": first_steps,
+    "suspects": suspects,
+    "suspects-pruned": suspects_pruned,
     "stages": stages,
     "precision": precision,
     "choices": choices,

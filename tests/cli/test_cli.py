@@ -99,7 +99,7 @@ def test_compare_gives_the_metrics_of_two_runs(run, tmp_path):
 @pytest.mark.parametrize("suffix", ["parquet", "csv", "json", "txt"])
 def test_prune_removes_the_lowest_values(run, tmp_path, suffix):
     file = tmp_path / f"keep.{suffix}"
-    result = asked("prune", run, "--ratio", 0.2, "-o", file)
+    result = asked("prune", run, "--ratio", 0.2, "--by", "value", "-o", file)
     values = open_run(run).values()
     n = len(values)
     assert result == {
@@ -125,9 +125,61 @@ def test_prune_takes_other_orders(run, tmp_path):
     harm = open_run(run).harm().nlargest(round(len(everything) / 10), "harm")["id"]
     assert everything - kept("--by", "harm") == set(harm)
     top = open_run(run).values().nlargest(round(len(everything) / 10), "value")["id"]
-    assert everything - kept("--which", "top") == set(top)
+    assert everything - kept("--which", "top", "--by", "value") == set(top)
     random = [kept("--which", "random", "--seed", s) for s in (1, 1, 2)]
     assert random[0] == random[1] != random[2]
+
+
+@pytest.fixture(scope="module")
+def signalled(tmp_path_factory):
+    """Four epochs over 20 examples with signals; 3 and 7 are fitted badly throughout."""
+    path = tmp_path_factory.mktemp("cli") / "signals"
+    store = Store.create(path, {}, ["math", "code"], ["secant"])
+    rng = np.random.default_rng(0)
+    for step in range(8):
+        ids = np.arange(20)[step % 2 :: 2]
+        bad = np.isin(ids, (3, 7))
+        loss = np.where(bad, 4.0, 0.5) + 0.1 * rng.random(10)
+        signals = np.stack([loss, 1 - np.exp(-loss), 1 - loss, ids % 2])
+        store.append(StepEntry(step, ids, rng.normal(size=(1, 2, 10)), 0.1, signals=signals))
+    store.close()
+    return str(path)
+
+
+def test_suspects_are_those_of_the_run(signalled):
+    found = asked("suspects", signalled, "-n", 2)
+    assert {s["id"] for s in found["suspects"]} == {3, 7} and found["disagreed"] == 2
+    assert found["window"] == open_run(signalled).suspects().attrs["window"]
+    text = call("suspects", signalled).stdout
+    assert "steps 0 to 7" in text and "2 of 20 examples: the model preferred another" in text
+
+
+def test_prune_takes_sure_suspects_then_the_easiest(signalled, tmp_path):
+    def gone(*args):
+        call("prune", signalled, "--ratio", 0.2, "-o", tmp_path / "k.csv", "--force", *args)
+        return set(range(20)) - set(pd.read_csv(tmp_path / "k.csv")["id"])
+
+    table = open_run(signalled).suspects()
+    rest = table[~table["id"].isin((3, 7))].sort_values("el2n")
+    easiest = {int(rest[rest["label"] == c]["id"].iloc[0]) for c in (0, 1)}
+    assert gone() == {3, 7} | easiest
+    assert gone("--by", "noisy") == set(table["id"][:4])
+    assert {3, 7}.isdisjoint(gone("--by", "clean"))
+
+
+def test_windows_and_epochs(signalled):
+    assert [e["since"] for e in asked("epochs", signalled)] == [0, 2, 4, 6]
+    options = ("--since", 2, "--until", 6, "--half-life", 3)
+    found = asked("top", signalled, "-n", 5, *options)
+    wanted = open_run(signalled).values(since=2, until=6, half_life=3).nlargest(5, "value")
+    assert [f["id"] for f in found] == wanted["id"].tolist()
+    assert {f["id"] for f in asked("top", signalled, "-n", 2, "--by", "el2n")} == {3, 7}
+    same = asked("compare", signalled, signalled, "--by", "margin")
+    assert same["spearman"] == pytest.approx(1.0)
+
+
+def test_prune_without_signals_says_what_to_do(run):
+    assert "cross_entropy" in call("prune", run, "--ratio", 0.1, code=2).stderr
 
 
 def test_report_writes_a_page(run, tmp_path):

@@ -48,7 +48,7 @@ def content(folder):
 
 
 def test_a_file_that_exists_is_replaced_with_force_only(run, tmp_path):
-    for command in (["prune", run, "--ratio", 0.1, "-o"], ["report", run, "-o"]):
+    for command in (["prune", run, "--ratio", 0.1, "--by", "value", "-o"], ["report", run, "-o"]):
         file = tmp_path / ("keep.csv" if command[0] == "prune" else "r.html")
         file.write_text("precious")
         refused("exists already: choose another file with -o, or pass --force", *command, file)
@@ -69,7 +69,7 @@ def test_a_report_of_ours_at_its_usual_place_is_replaced(run, tmp_path, monkeypa
     assert (tmp_path / "report.html").read_bytes() == first and is_report(tmp_path / "report.html")
     (tmp_path / "report.html").write_text("<html>of somebody else</html>")
     refused("--force", "report", run)
-    call("prune", run, "--ratio", 0.1)
+    call("prune", run, "--ratio", 0.1, "--by", "value")
     refused("--force", "prune", run, "--ratio", 0.1)
 
 
@@ -107,14 +107,15 @@ def test_files_of_a_ledger_are_never_written_over(run, tmp_path):
     link = tmp_path / "link.json"
     link.symlink_to(run / "run.json")
     for file in (run / "run.json", run / "manifest.json", part, run / "values" / "new.csv", link):
-        for command in (["prune", run, "--ratio", 0.1], ["report", run]):
+        for command in (["prune", run, "--ratio", 0.1, "--by", "value"], ["report", run]):
             if command[0] == "report" or file.suffix != ".lock":
                 refused("is a file of the ledger", *command, "-o", file, "--force")
     refused("is a folder", "report", run, "-o", run)
     assert content(run) == before
     call("report", run, "-o", run / "report.html")  # beside its files there is room
     (tmp_path / "values").mkdir()
-    call("prune", run, "--ratio", 0.1, "-o", tmp_path / "values" / "keep.csv")  # no ledger here
+    file = tmp_path / "values" / "keep.csv"
+    call("prune", run, "--ratio", 0.1, "--by", "value", "-o", file)  # no ledger here
 
 
 def test_writing_is_at_once_or_not_at_all(tmp_path, monkeypatch):
@@ -222,7 +223,9 @@ def test_prune_writes_ids_that_read_back(tmp_path, suffix):
     file = tmp_path / f"keep{suffix}"
     ratio = 1 / len(ids)
     said = json.loads(
-        call("prune", tmp_path / "run", "--ratio", ratio, "-o", file, "--json").stdout
+        call(
+            "prune", tmp_path / "run", "--by", "value", "--ratio", ratio, "-o", file, "--json"
+        ).stdout
     )
     assert said["kept"] == len(ODD)
     assert read_ids(file) == sorted(ODD)

@@ -118,7 +118,7 @@ def commands(run, examples, out):
     odd = run.parent / f"no{HOSTILE}".replace("/", "")
     yield from (["info", run], ["top", run], ["top", run, "--worst"], ["compare", run, run])
     yield ["top", run, "--by", "harm", "--examples", examples, "--target", HOSTILE]
-    yield ["prune", run, "--ratio", 0.3, "-o", out / f"k{STEERING}.csv"]
+    yield ["prune", run, "--ratio", 0.3, "--by", "value", "-o", out / f"k{STEERING}.csv"]
     yield ["report", run, "--examples", examples, "-o", out / f"r{STEERING}.html"]
     yield ["info", run, "--estimator", "none"]
     yield ["top", run, "--target", "none"]

@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 from inrun.ledger import LedgerError
+from inrun.ledger.audits import audit_summary
 from inrun.ledger.entries import Audit, MemoryLedger, StepEntry, step_row
-from inrun.ledger.tables import audit_summary
 
 
 def small():

@@ -85,6 +85,26 @@ def test_embedded_data_cannot_end_the_script():
     assert json.loads(text) == {"a": "<>&\u2028\u2029</script>"}
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_suspects_by_signals_and_epochs(tmp_path, known):
+    store, rng = Store.create(tmp_path / "run", {}, ["all"], ["secant"]), np.random.default_rng(0)
+    for step in range(6):
+        signals = rng.random((4, 12)) if known else np.full((4, 12), np.nan)
+        values = rng.normal(size=(1, 1, 12))
+        store.append(StepEntry(step, np.arange(12), values, 0.1, signals=signals))
+    store.close()
+    run = open_run(tmp_path / "run")
+    data = payload(run)
+    found = [data["columns"]["id"][i] for i in data["lists"]["suspects"]]
+    by = run.suspects() if known else run.harm().sort_values("harm", ascending=False)
+    assert found == by["id"].tolist()
+    assert data["window"] == (by.attrs["window"] if known else None)
+    epochs = run.epochs()
+    assert [e["since"] for e in data["epochs"]] == epochs["since"].tolist()
+    np.testing.assert_allclose([e["value"] for e in data["epochs"]], epochs["value"])
+    json.loads(embed(data))
+
+
 def test_payload_says_what_the_tables_say(tmp_path):
     run = make_run(tmp_path / "run", kind=int)
     data = payload(run)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import inrun
-from inrun.ledger.tables import audit_summary
+from inrun.ledger.audits import audit_summary
 from inrun.run.logging import LinePrinter
 
 

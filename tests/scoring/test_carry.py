@@ -12,7 +12,7 @@ from torch import nn
 
 import inrun
 from helpers.library_optimizers import PLAIN
-from inrun.ledger.tables import carry_summary
+from inrun.ledger.audits import carry_summary
 from inrun.report.data import payload
 from inrun.report.facts import describe, facts_of
 from inrun.scoring.carry import window_steps

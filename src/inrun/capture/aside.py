@@ -28,7 +28,7 @@ the mode from then on.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,17 @@ from torch import Tensor, nn
 from inrun.capture.inputs import Hook, named_tensors
 from inrun.capture.memo import Memo
 from inrun.capture.mode import PASSED_ON, Mode, dressed
-from inrun.capture.plan import NUMBERS, Graph, OtherPlanError, Pass, Plan, Step, start_of
+from inrun.capture.plan import (
+    NUMBERS,
+    Called,
+    Graph,
+    OtherPlanError,
+    Pass,
+    Plan,
+    Step,
+    open_leaves,
+    start_of,
+)
 from inrun.capture.provenance import Origin, Provenance
 from inrun.capture.site import Site
 from inrun.tensors.autocast import current
@@ -81,6 +91,7 @@ class Aside:
         self._dressed: list[Tensor] = []
         self._signed: Any = None
         self._class = dressed(self.call)
+        self.on_loss: Callable[[Any, Any], None] | None = None  # gets losses of a followed pass
         provenance.on_unseen = self._unseen
 
     def new_batch(self) -> None:
@@ -114,7 +125,7 @@ class Aside:
             self._seen.add(signature)
             return
         self.learning = Pass(signature)
-        called = _Called(self.learning)
+        called = Called(self.learning)
         self._hooks += [m.register_forward_pre_hook(called) for m in self.provenance.modules]
 
     def compiled(self) -> None:
@@ -156,7 +167,7 @@ class Aside:
             return None
         found: list[Any] = [provenance.B, provenance.slots, *map(current, ("cpu", "cuda"))]
         found += [m.training for m in provenance.modules]
-        for path, x in _leaves(args, kwargs):
+        for path, x in open_leaves(args, kwargs):
             if isinstance(x, Tensor):
                 mark = None if self.memo is None or x.is_nested else self.memo.mark(x)
                 if mark is None:
@@ -215,6 +226,13 @@ class Aside:
         if self.learning is not None:
             self.learning.events.append((None, len(self.learning.steps)))
 
+    def loss(self, node: Any, origin: Any) -> None:
+        """A loss was read under the mode (signals.py). In a followed pass it is read from its node,
+        if all parameters have been used before it and its rows are described by a layout."""
+        if self.learning is not None:
+            self.learning.losses.append((len(self.learning.steps), node, origin))
+            self.missed()
+
     def _drop(self) -> None:
         """The pass is another than its plan; the mode is on."""
         self.plans[self._signed] = self.plan = None
@@ -272,7 +290,10 @@ class Aside:
                 found.append((path, t.shape, t.dtype, node, origin))
         except OtherPlanError:
             return None
-        return Plan(start[0], start[1], steps, self._graph.entries, found)
+        losses = learned.read_after_all_sites(self._graph)
+        if losses is None:
+            return None
+        return Plan(start[0], start[1], steps, self._graph.entries, found, losses)
 
     # Following
 
@@ -354,6 +375,9 @@ class Aside:
             found = [(k, t.shape, t.dtype, self._graph.number(t.grad_fn)) for k, t in outputs]
             if found != [x[:4] for x in plan.outputs]:
                 raise OtherPlanError
+            if self.on_loss is not None and self.reason is None:
+                for number, logits in plan.losses:
+                    self.on_loss(self._graph.node(number), logits)
         except OtherPlanError:
             self._differs()
         self.followed += 1
@@ -361,23 +385,6 @@ class Aside:
             origin: Origin = want[4]
             if self.provenance.known(t) is None and t.grad_fn is not None:
                 self.provenance.note(t, origin)
-
-
-def _leaves(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
-    """The arguments of the model, containers opened."""
-
-    def inside(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
-        if isinstance(tree, (list, tuple)):
-            for i, x in enumerate(tree):
-                yield from inside(x, f"{path}.{i}")
-        elif isinstance(tree, dict):
-            for k, x in tree.items():
-                yield from inside(x, f"{path}.{k}")
-        else:
-            yield path, tree
-
-    yield from inside(args, "")
-    yield from inside(kwargs, "")
 
 
 class _Start(Hook):
@@ -388,13 +395,3 @@ class _Start(Hook):
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         self.aside.start()
-
-
-class _Called(Hook):
-    """The hook of all modules while a pass is learned."""
-
-    def __init__(self, learned: Pass) -> None:
-        self.learned = learned
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self.learned.events.append((module, len(self.learned.steps)))

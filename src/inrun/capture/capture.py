@@ -11,6 +11,7 @@ What happens where:
     memo.py         caches the analysis of a call
     aside.py        takes the mode off where the rest of a forward pass is known
     plan.py         what is known of it
+    signals.py      loss, EL2N and margin of each example, from calls of classification losses
     site.py         analyses an operation in which parameters meet examples and builds its tap
     tap.py          the autograd functions that hand δ over in the backward pass
     micro_batch.py  keeps the records
@@ -36,6 +37,7 @@ from inrun.capture.micro_batch import Choice, Keeper, MicroBatch
 from inrun.capture.mode import seen_functions
 from inrun.capture.outputs import Outputs
 from inrun.capture.provenance import Provenance
+from inrun.capture.signals import read_node, watch_loss
 from inrun.capture.site import Taps
 from inrun.errors import BatchError, CaptureError, mixed_positions, nothing_recorded
 from inrun.gradients import Form
@@ -122,6 +124,8 @@ class Capture:
         self.interceptor.open(micro)
         self.outputs.doubts = micro.doubts
         self.aside.new_batch()
+        read = partial(watch_loss, micro, self.provenance.find, self.aside.loss)
+        self.interceptor.mode.on_loss, self.aside.on_loss = read, partial(read_node, micro)
         try:
             with (
                 self.blocks.undone_if_it_fails(),

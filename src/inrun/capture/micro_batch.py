@@ -68,6 +68,7 @@ class MicroBatch:
     backward: bool = False  # did a backward pass run?
     void: str | None = None  # why it cannot be scored
     nobody: bool = False  # may records have a row more, for what belongs to no example?
+    signals: Tensor | None = None  # [5, B] sums over the rows of losses (signals.py)
     doubts: list[tuple[str, Tensor]] = field(default_factory=list)  # flags: owners disagree in ...
     _records: dict[Node, list[Record]] = field(default_factory=dict)
     _awaited: list[Awaited] = field(default_factory=list, repr=False)

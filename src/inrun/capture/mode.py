@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
+from inrun.capture.signals import LOSSES
 from inrun.gradients.fused_libraries import FUNCTIONS
 from inrun.gradients.fused_loss import Describe, register_fused
 from inrun.torch_compat import (
@@ -42,11 +43,13 @@ PASSED_ON = {
 
 
 class Mode(TorchFunctionMode):
-    """Hands each call to ``call``, unless it is paused or one of ``passed_on``."""
+    """Hands each call to ``call``, unless it is paused or one of ``passed_on``, and what a loss
+    returned to ``on_loss``."""
 
     def __init__(self, call: Callable[[Any, Any, Any], Any], passed_on: Collection[Any]) -> None:
         super().__init__()
         self.paused, self.call, self.passed_on = False, call, passed_on
+        self.on_loss: Callable[[Any, Any, Any, Any], None] | None = None
         # Where torch.compile starts in the middle of eager code, our own is no part of a graph.
         self.hidden = torch.compiler.disable(call)
 
@@ -57,7 +60,10 @@ class Mode(TorchFunctionMode):
         if func in self.passed_on:
             return func(*args, **kwargs) if kwargs else func(*args)
         call = self.call if get_eval_frame_callback() is None else self.hidden
-        return call(func, args, kwargs or {})
+        out = call(func, args, kwargs or {})
+        if func in LOSSES and self.on_loss is not None:
+            self.on_loss(func, args, kwargs or {}, out)
+        return out
 
 
 skip_code(Mode.__torch_function__.__code__)

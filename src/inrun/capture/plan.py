@@ -6,7 +6,7 @@ aside.py says what plans are for.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
+from inrun.capture.inputs import Hook
 from inrun.capture.site import Site
+from inrun.tensors.layout import Layout
 
 NUMBERS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout)
 _KNOWN_NODE = re.compile(r"(\w+Backward\d*|.*AccumulateGrad)$")
@@ -62,6 +64,10 @@ class Graph:
                 edges.append((known, output))
             self._entry(node, edges)
         return found
+
+    def node(self, number: int) -> Any:
+        """The node that has this number."""
+        return next(node for node, own in self.numbers.items() if own == number)
 
     def _entry(self, node: Any, edges: list[Any]) -> None:
         kind, at = type(node), len(self.entries)
@@ -133,6 +139,7 @@ class Plan:
     steps: list[Step]
     entries: list[Any]
     outputs: list[tuple[Any, ...]]  # path, shape, type, number of the node, origin
+    losses: list[tuple[int, Layout]]  # number of the node, origin of its logits
     passes: int = 1
 
     def same(self, other: Plan) -> bool:
@@ -143,6 +150,7 @@ class Plan:
             and all(a.same(b) for a, b in zip(self.steps, other.steps, strict=True))
             and _same_entries(self.entries, other.entries)
             and self.outputs == other.outputs
+            and self.losses == other.losses
         )
 
 
@@ -161,6 +169,20 @@ class Pass:
     steps: list[Step] = field(default_factory=list)
     # what happened, in order: a module was called; a call must be seen by the mode. Sites before.
     events: list[tuple[nn.Module | None, int]] = field(default_factory=list)
+    # losses whose signals were read: sites before, node, origin of the logits (None: unreadable)
+    losses: list[tuple[int, Any, Layout | None]] = field(default_factory=list)
+
+    def read_after_all_sites(self, graph: Graph) -> list[tuple[int, Layout]] | None:
+        """The losses that a followed pass has to read; None if it could not. The mode sees those
+        before the last site."""
+        found = []
+        for before, node, origin in self.losses:
+            if before >= len(self.steps):
+                number = graph.numbers.get(node)
+                if number is None or origin is None:
+                    return None
+                found.append((number, origin))
+        return found
 
 
 def start_of(learned: Pass) -> tuple[nn.Module, int] | None:
@@ -176,3 +198,30 @@ def start_of(learned: Pass) -> tuple[nn.Module, int] | None:
             found = module, before
         called.add(module) if module is not None else None
     return found
+
+
+def open_leaves(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+    """The arguments of the model, containers opened."""
+
+    def inside(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(tree, (list, tuple)):
+            for i, x in enumerate(tree):
+                yield from inside(x, f"{path}.{i}")
+        elif isinstance(tree, dict):
+            for k, x in tree.items():
+                yield from inside(x, f"{path}.{k}")
+        else:
+            yield path, tree
+
+    yield from inside(args, "")
+    yield from inside(kwargs, "")
+
+
+class Called(Hook):
+    """The hook of all modules while a pass is learned."""
+
+    def __init__(self, learned: Pass) -> None:
+        self.learned = learned
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.learned.events.append((module, len(self.learned.steps)))

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 import pandas as pd
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from inrun import __version__, keeplist
+from inrun import __version__
 from inrun import open as open_run
 from inrun.bench.command import bench
-from inrun.console import Force, Json, console, excerpt, plain_errors, safe, say
+from inrun.cli.shared import Estimator, Examples, RunPath, Since, Until, grid, with_examples
+from inrun.cli.suspects import epochs, prune, suspects
+from inrun.console import Force, Json, console, plain_errors, safe, say
 from inrun.console import as_json as json_text
 from inrun.ledger import LedgerError
 from inrun.ledger.command import repair_command
-from inrun.output import check_output, write_output
+from inrun.output import check_output
 from inrun.report import metrics
-from inrun.report.examples import load_examples
 from inrun.reproduce import reproduce
 from inrun.variants.command import variants
 
@@ -43,12 +42,9 @@ app = typer.Typer(
 class By(str, Enum):
     value = "value"
     harm = "harm"
-
-
-class Which(str, Enum):
-    bottom = "bottom"
-    top = "top"
-    random = "random"
+    loss = "loss"
+    el2n = "el2n"
+    margin = "margin"
 
 
 class Task(str, Enum):
@@ -56,16 +52,12 @@ class Task(str, Enum):
     text = "text"
 
 
-RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Ledger folder: watch(..., out=RUN).")]
-Estimator = Annotated[
-    str | None, typer.Option(help="One of the run's estimators; the first by default.")
-]
-Examples = Annotated[
-    Path | None,
-    typer.Option(help="What the ids stand for: .jsonl, .csv, .parquet, .npz or a dataset folder."),
-]
 Rank = Annotated[
-    By, typer.Option(help="value: credit for the loss; harm: how often and much it hurt.")
+    By,
+    typer.Option(
+        help="value: credit for the loss; harm: how often and much it hurt; loss, el2n, margin: "
+        "how badly the model fitted it, a mean over visits."
+    ),
 ]
 
 
@@ -113,30 +105,27 @@ def top(
     worst: Annotated[bool, typer.Option("--worst", help="Lowest values first.")] = False,
     by: Rank = By.value,
     target: Annotated[str | None, typer.Option(help="Only this target.")] = None,
+    since: Since = None,
+    until: Until = None,
+    half_life: Annotated[
+        float | None, typer.Option(help="Values of older steps count less: half for so many.")
+    ] = None,
     examples: Examples = None,
     estimator: Estimator = None,
     as_json: Json = False,
 ) -> None:
     """The examples that helped most, with --worst those that hurt most.
 
-    --by harm lists the suspects: most harm first, with or without --worst. Harm adds up, over steps
-    and targets, how far below its batch an example was; a suspect is a reason to look, not a proof.
+    --by harm lists those that hurt, most harm first, with or without --worst: it adds up, over
+    steps and targets, how far below its batch an example was. --by loss, el2n or margin lists what
+    the model fitted worst. For labels that may be wrong see `inrun suspects`.
     """
     saved = open_run(run)
-    table = saved.top(n, by.value, target, worst, estimator)
-    if examples is not None and len(table):
-        shown = load_examples(examples, table["id"].tolist()).drop(columns="image")
-        shown = shown.dropna(axis=1, how="all").astype({"id": table["id"].dtype})
-        table = table.merge(shown, on="id", how="left")
-    names = [c for c in table.columns if c != "scored"]
-    grid = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in names:
-        words = name in ("id", "text", "label", "group")
-        justify: Any = "left" if words else "right"
-        grid.add_column(name, justify=justify, no_wrap=not words, overflow="fold")
-    for row in table[names].itertuples(index=False):
-        grid.add_row(*(Text(_cell(name, x)) for name, x in zip(names, row, strict=True)))
-    say(as_json, table.to_dict("records"), grid)
+    table = saved.top(
+        n, by.value, target, worst, estimator, since=since, until=until, half_life=half_life
+    )
+    table = with_examples(table, examples)
+    say(as_json, table.to_dict("records"), grid(table))
 
 
 @app.command()
@@ -152,7 +141,8 @@ def compare(
 ) -> None:
     """Do two runs agree? Pearson, Spearman and the overlap of the bottom k examples.
 
-    Over the examples that both scored. With --by harm the bottom are those of most harm. By chance
+    Over the examples that both scored. With --by harm the bottom are those of most harm, with
+    --by loss, el2n or margin those that the model fitted worst. By chance
     the overlap would be k divided by the number of examples.
     """
     a, b = (
@@ -180,52 +170,6 @@ def compare(
         f"{len(both):,} examples in both\nPearson   {result['pearson']:.3f}\n"
         f"Spearman  {result['spearman']:.3f}\nbottom {count:,} in common: "
         f"{result['bottom_overlap']:.1%} (by chance {result['bottom_overlap_by_chance']:.1%})",
-    )
-
-
-@app.command()
-@plain_errors
-def prune(
-    run: RunPath,
-    ratio: Annotated[float, typer.Option(help="Share of the examples to remove, in (0, 1).")],
-    which: Annotated[Which, typer.Option(help="Which end to remove.")] = Which.bottom,
-    by: Rank = By.value,
-    seed: Annotated[int, typer.Option(help="For --which random.")] = 0,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="Ids to keep: .parquet, .csv, .json or .txt.")
-    ] = Path("keep.parquet"),
-    force: Force = False,
-    estimator: Estimator = None,
-    as_json: Json = False,
-) -> None:
-    """Write the ids to keep after removing the worst (best, random) share of the examples.
-
-    With --by harm, bottom removes those of most harm. Examples that were never scored are kept:
-    nothing is known against them.
-    """
-    if not 0 < ratio < 1:
-        raise LedgerError(f"--ratio must lie between 0 and 1, not {ratio:g}")
-    if output.suffix not in keeplist.SUFFIXES:
-        raise LedgerError(f"{output}: write .parquet, .csv, .json or .txt")
-    check_output(output, force=force)
-    table = _scores(open_run(run), by, estimator)
-    wanted = round(ratio * len(table))
-    if which is Which.random:
-        known = table["score"].dropna().index.to_numpy()
-        pool = np.random.default_rng(seed).permutation(known)
-    else:
-        order = table["score"].sort_values(ascending=which is Which.bottom, kind="stable")
-        pool = order.dropna().index.to_numpy()
-    keep = table[~table.index.isin(pool[:wanted])][["id"]]
-    write_output(output, keeplist.write_ids(keep["id"].tolist(), output.suffix), force)
-    removed = len(table) - len(keep)
-    how = "at random" if which is Which.random else f"{which.value}, by {by.value}"
-    result = {"examples": len(table), "removed": removed, "kept": len(keep), "output": str(output)}
-    say(
-        as_json,
-        result,
-        f"{removed:,} of {len(table):,} examples removed ({how}); "
-        f"{len(keep):,} ids to keep in {safe(output)}",
     )
 
 
@@ -295,6 +239,9 @@ def demo(
         typer.echo(json_text(result))
 
 
+app.command()(plain_errors(suspects))
+app.command()(plain_errors(prune))
+app.command()(plain_errors(epochs))
 app.command()(plain_errors(bench))
 app.command("repair")(plain_errors(repair_command))
 app.command()(plain_errors(reproduce))
@@ -302,17 +249,13 @@ app.command()(plain_errors(variants))
 
 
 def _scores(saved: SavedRun, by: By, estimator: str | None) -> pd.DataFrame:
-    """id and score, where higher is better: value, or minus harm."""
+    """id and score, where higher is better: value, margin, or minus harm, loss or EL2N."""
     if by is By.harm:
         table = saved.harm(estimator)
         return pd.DataFrame({"id": table["id"], "score": -table["harm"]})
-    table = saved.values(estimator)
-    return pd.DataFrame({"id": table["id"], "score": table["value"]})
-
-
-def _cell(name: str, x: Any) -> str:
-    if isinstance(x, float):
-        return "" if math.isnan(x) else f"{x:.4g}"
-    if x is None:
-        return ""
-    return safe(x, 200) if name == "id" else excerpt(x)  # two ids never look the same
+    if by is By.value:
+        table = saved.values(estimator)
+        return pd.DataFrame({"id": table["id"], "score": table["value"]})
+    table = saved.top(2**31, by.value, estimator=estimator)
+    score = table[by.value] if by is By.margin else -table[by.value]
+    return pd.DataFrame({"id": table["id"], "score": score})

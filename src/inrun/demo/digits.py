@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import inrun
 from inrun.demo import stage
 from inrun.ledger import LedgerError
-from inrun.ledger.tables import carry_summary
+from inrun.ledger.audits import carry_summary
 from inrun.report import metrics
 
 EPOCHS = 20

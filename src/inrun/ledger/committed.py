@@ -20,6 +20,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from inrun.ledger import LedgerError, files
+from inrun.ledger.audits import audit_columns
+from inrun.ledger.database import unreadable
 from inrun.ledger.manifest import KINDS, Lost, Manifest, Part, part_name, read_manifest
 from inrun.ledger.parts import (
     CARRY,
@@ -35,7 +37,8 @@ from inrun.ledger.parts import (
     open_part,
     verify,
 )
-from inrun.ledger.tables import STEP_COLUMNS, LedgerTables, Scan, audit_columns, unreadable
+from inrun.ledger.signals import FIELDS
+from inrun.ledger.tables import STEP_COLUMNS, LedgerTables, Scan
 
 BATCH_CELLS = 1 << 22  # numbers that are decoded at a time
 TOKEN_ROWS = 1 << 12  # examples whose positions are decoded at a time
@@ -110,14 +113,21 @@ class Committed(LedgerTables):
     ) -> Iterator[pa.RecordBatch]:
         """Step, id, weight and the values of some targets, a limited number of rows at a time."""
         names = self.columns.values(estimator)
+        names = [*names, *(name for name, _ in FIELDS)]
         columns = ["step", "id", "weight", *(names[q] for q in targets)]
         rows = max(1, min(rows, max(1024, BATCH_CELLS // len(columns))))
         for part in parts:
             try:
-                for batch in part().iter_batches(rows, columns=columns):
-                    yield batch.select(columns)
+                source = part()
+                have = set(source.schema_arrow.names)
+                for batch in source.iter_batches(rows, columns=[c for c in columns if c in have]):
+                    yield _selected(batch, columns)
             except (pa.ArrowException, OSError) as error:
                 raise unreadable(self.path, error) from error
+
+    def has_signals(self) -> bool:
+        files = (part() for part in self._open("values")[0])
+        return any(FIELDS[0][0] in f.schema_arrow.names for f in files)
 
     def token_batches(self, estimator: int) -> Iterator[pa.RecordBatch]:
         columns = ["step", "id", *self.columns.tokens(estimator)]
@@ -217,13 +227,14 @@ class Committed(LedgerTables):
     def _tables(self, kind: str, parts: Sequence[Part]) -> Iterator[pa.Table]:
         """Yields the tables of these parts, all with the same columns. They are verified first:
         damage is never copied into a file with a new checksum."""
-        full, base = schemas = self.columns.schemas(kind, self._ids)
+        schemas = self.columns.schemas(kind, self._ids)
         for part in parts:
             verify(self.path, kind, part)
-        wanted = base
+        have = set(schemas[-1].names)
         for part in parts:
             with open_part(self.path, kind, part, schemas) as source:
-                wanted = full if len(source.schema_arrow) > len(base) else wanted
+                have |= set(source.schema_arrow.names)
+        wanted = pa.schema([f for f in schemas[0] if f.name in have])
         for part in parts:
             with open_part(self.path, kind, part, schemas) as source:
                 for group in range(source.num_row_groups):
@@ -267,6 +278,16 @@ class Committed(LedgerTables):
         for file in found:
             with contextlib.suppress(OSError):  # it stays in the manifest, for the next time
                 file.unlink(missing_ok=True)
+
+
+def _selected(batch: pa.RecordBatch, columns: Sequence[str]) -> pa.RecordBatch:
+    """These columns in this order; signals that the file lacks are NULL, others are float64."""
+    found = []
+    for name in columns:
+        at = batch.schema.get_field_index(name)
+        x = pa.nulls(len(batch), pa.float64()) if at < 0 else batch.column(at)
+        found.append(x.cast(pa.float64()) if pa.types.is_float32(x.type) else x)
+    return pa.record_batch(found, names=list(columns))
 
 
 def tell_lost(folder: Path, lost: Sequence[Lost]) -> None:

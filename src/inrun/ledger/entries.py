@@ -12,13 +12,12 @@ import pandas as pd
 import pyarrow as pa
 
 from inrun.ledger import LedgerError
+from inrun.ledger.audits import AUDITED, FORECASTS, audit_columns
+from inrun.ledger.signals import SIGNALS, WHOLE, Window
 from inrun.ledger.tables import (
-    AUDITED,
-    FORECASTS,
     STEP_COLUMNS,
     LedgerTables,
     Scan,
-    audit_columns,
     check_targets,
 )
 from inrun.ledger.tokens import Tokens, arrays, fields
@@ -45,9 +44,10 @@ class StepEntry:
     ``nobody`` [E, Q] is what belongs to no example of the batch (a penalty on weights, padding of
     a packed row), None for nothing. ``tokens`` are the values of single positions, where these
     were asked for. ``sums`` [E, Q] are those of the values of all ranks, where several train one
-    model; ``nobody`` and the audit are then of all of them, too.
-    ``moved`` [E, 2, Q] belongs to ``estimator="carry"`` (NaN for others): how far the loss fell
-    along the step, by the gradient halfway, and weight decay's part of that.
+    model; ``nobody`` and the audit are then of all of them, too. ``signals`` [4, B] are loss, EL2N,
+    margin and label of the examples in this step (ledger/signals.py), NaN where not known, None
+    where none is. ``moved`` [E, 2, Q] belongs to "carry" (NaN for other estimators): how far the
+    loss fell along the step, by the gradient halfway, and weight decay's part of that.
     ``weight`` is 1/p, p the probability with which the step was chosen for scoring.
     """
 
@@ -63,6 +63,7 @@ class StepEntry:
     tokens: Tokens | None = None
     sums: np.ndarray | None = None
     moved: np.ndarray | None = None
+    signals: np.ndarray | None = None
 
 
 class Ledger(Protocol):
@@ -92,9 +93,15 @@ class Ledger(Protocol):
         """What a checkpoint must carry for this ledger to continue."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-    def values(self, estimator: int) -> pd.DataFrame: ...
-    def history(self, estimator: int) -> pd.DataFrame: ...
-    def harm(self, estimator: int) -> pd.DataFrame: ...
+    def values(self, estimator: int, window: Window = WHOLE) -> pd.DataFrame: ...
+    def history(self, estimator: int, window: Window = WHOLE) -> pd.DataFrame: ...
+    def harm(
+        self, estimator: int, targets: Sequence[str] | None = None, window: Window = WHOLE
+    ) -> pd.DataFrame: ...
+    def epochs(self, estimator: int) -> pd.DataFrame: ...
+    def suspects(
+        self, estimator: int, window: Window = WHOLE, values: bool = True
+    ) -> pd.DataFrame: ...
     def steps(self, estimator: int) -> pd.DataFrame: ...
     def tokens(self, estimator: int, id: Any = None, step: int | None = None) -> pd.DataFrame: ...
 
@@ -119,19 +126,61 @@ class RunTables:
             )
         return list(self._names).index(estimator)
 
-    def values(self, estimator: str | None = None) -> pd.DataFrame:
+    def values(
+        self, estimator: str | None = None, *, since: int | None = None, until: int | None = None,
+        half_life: float | None = None,
+    ) -> pd.DataFrame:  # fmt: skip
         """One row per example: id, value (the mean over targets), one column per named target,
-        and how often it was seen (``steps``) and scored. Never scored is NaN."""
-        return self._settled().values(self._index(estimator))
+        and how often it was seen (``steps``) and scored. Never scored is NaN. Where the training
+        loss is a classification loss, loss, EL2N and margin as means over the visits.
 
-    def history(self, estimator: str | None = None) -> pd.DataFrame:
-        """One row per scored step and example: step, id, value, one column per named target."""
-        return self._settled().history(self._index(estimator))
+        Only of the steps since ≤ step < until, where these are given: an example that was not seen
+        there has no row. ``half_life``: values of older steps count less, half for each so many
+        steps. ``epochs()`` has the steps of each epoch.
+        """
+        window = Window(since, until, half_life)
+        return self._settled().values(self._index(estimator), window)
 
-    def harm(self, estimator: str | None = None) -> pd.DataFrame:
+    def history(
+        self, estimator: str | None = None, *, since: int | None = None, until: int | None = None
+    ) -> pd.DataFrame:
+        """One row per scored step and example: step, id, value, one column per named target, and
+        loss, EL2N and margin where known. ``since``, ``until``: only these steps."""
+        return self._settled().history(self._index(estimator), Window(since, until))
+
+    def harm(
+        self, estimator: str | None = None, *, since: int | None = None, until: int | None = None
+    ) -> pd.DataFrame:
         """One row per example: id, harm: how often and how far it was among the harmful of its
-        batch, summed over steps and targets. Ranks suspects; see docs/method.md."""
-        return self._settled().harm(self._index(estimator))
+        batch, summed over steps and targets. Says whom it hurt; see docs/method.md."""
+        window = Window(since, until)
+        return self._settled().harm(self._index(estimator), window=window)
+
+    def epochs(self, estimator: str | None = None) -> pd.DataFrame:
+        """One row per epoch: its steps (``since`` ≤ step < ``until``), visits (``examples``), the
+        sum of values and the means of loss, EL2N and margin. A step is of epoch k if half of its
+        examples or more have been seen k times before."""
+        return self._settled().epochs(self._index(estimator))
+
+    def suspects(
+        self, estimator: str | None = None, *, since: int | None = None, until: int | None = None,
+        values: bool = True,
+    ) -> pd.DataFrame:  # fmt: skip
+        """One row per example, the most suspicious label first: id, suspicion, disagreed, the means
+        of loss, EL2N and margin over a window of visits, visits, label and, with several targets,
+        the target whose loss its values raised most (``hurts``).
+
+        ``suspicion`` is the share of examples that are no more suspicious: ranked by how badly the
+        model fitted them and, as far as these agree with themselves, by their values
+        (docs/method.md). ``disagreed`` is the share of the visits at which the model preferred
+        another label: no probability that the label is wrong, a hard example looks the same.
+        ``values=False``: by the fit alone, where validation labels are not to be trusted or of
+        another kind of data. The window is chosen by what the run shows, unless ``since`` or
+        ``until`` are given; ``suspects().attrs["window"]`` says which it is and why, and the weight
+        of values.
+        """
+        window = Window(since, until)
+        return self._settled().suspects(self._index(estimator), window, values)
 
     def steps(self, estimator: str | None = None) -> pd.DataFrame:
         """One row per optimizer step: lr, sum of values, nobody's part, and where it was audited
@@ -207,6 +256,9 @@ class MemoryLedger(LedgerTables):
         entries = list(self._entries)
         return [partial(_scan, entries, self.id_type())] * n if entries else []
 
+    def has_signals(self) -> bool:
+        return any(e.signals is not None for e in list(self._entries))
+
     def id_type(self) -> pa.DataType:
         first = next((e.ids[0] for e in list(self._entries) if len(e.ids)), 0)
         return pa.string() if isinstance(first, str) else pa.int64()
@@ -245,12 +297,7 @@ def _scan(
         sizes = [len(e.ids) for e in some]
         step = np.array([e.step for e in some], np.int64)
         weight = np.array([np.nan if e.values is None else e.weight for e in some], np.float64)
-        V = [
-            np.full((len(targets), len(e.ids)), np.nan)
-            if e.values is None
-            else e.values[estimator][list(targets)].astype(np.float64)
-            for e in some
-        ]  # each [targets, B]
+        V = [_columns(e, estimator, targets) for e in some]
         columns = [
             pa.array(np.repeat(step, sizes)),
             pa.array(np.concatenate([e.ids for e in some]), id_type),
@@ -260,6 +307,16 @@ def _scan(
         batch = pa.record_batch(columns, names=names)
         for first in range(0, batch.num_rows, rows):
             yield batch.slice(first, rows)
+
+
+def _columns(entry: StepEntry, estimator: int, targets: Sequence[int]) -> np.ndarray:
+    """The values of these targets, signals behind them: [targets, B]."""
+    signals = entry.signals
+    if signals is None:
+        signals = np.full((len(SIGNALS), len(entry.ids)), np.nan)
+    Q = max(targets, default=0) + 1 if entry.values is None else entry.values.shape[1]
+    V = np.full((Q, len(entry.ids)), np.nan) if entry.values is None else entry.values[estimator]
+    return np.concatenate([V, signals])[list(targets)].astype(np.float64)
 
 
 def step_row(entry: StepEntry, estimator: int) -> dict[str, Any]:
@@ -314,6 +371,7 @@ def from_state(d: dict[str, Any]) -> StepEntry:
         tokens=None if d.get("tokens") is None else _tokens_from_state(d["tokens"]),
         sums=None if d.get("sums") is None else np.asarray(d["sums"], dtype=np.float64),
         moved=None if d.get("moved") is None else np.asarray(d["moved"], dtype=np.float64),
+        signals=None if d.get("signals") is None else np.asarray(d["signals"], dtype=np.float64),
     )
 
 

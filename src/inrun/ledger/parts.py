@@ -20,6 +20,8 @@ import pyarrow.parquet as pq
 from inrun.ledger import LedgerError, files
 from inrun.ledger.entries import Audit, StepEntry, step_row
 from inrun.ledger.manifest import KINDS, Part
+from inrun.ledger.signals import FIELDS, SIGNALS
+from inrun.ledger.signals import arrays as signal_arrays
 from inrun.ledger.tokens import arrays, fields
 
 CARRY, MOVED = "carry", ("drop", "decay")  # an estimator whose steps have two numbers more
@@ -40,6 +42,7 @@ class BufferedEntry:
     def bytes(self) -> int:
         tokens = self.entry.tokens
         own = self.ids.nbytes + (0 if self.values is None else self.values.nbytes)
+        own += 0 if self.entry.signals is None else self.entry.signals.nbytes
         return own + (0 if tokens is None else tokens.bytes)
 
 
@@ -47,8 +50,8 @@ class BufferedEntry:
 class Columns:
     """The columns of both files, from the names of estimators and targets.
 
-    Some files lack the last ones: those of ``values`` where no step has values of positions, those
-    of ``steps`` that were written before nobody's part was (format 2).
+    Some files lack the last ones: those of ``values`` where no step has signals, or values of
+    positions; those of ``steps`` that were written before nobody's part was (format 2).
     """
 
     estimators: tuple[str, ...]
@@ -74,17 +77,21 @@ class Columns:
         """The columns of what the model received, and of its positions' values for each target."""
         return [name for name, _ in fields(self.values(estimator))]
 
-    def optional(self, kind: str) -> list[tuple[str, pa.DataType]]:
-        """The last columns, which not all files of this kind have."""
+    def optional(self, kind: str) -> list[list[tuple[str, pa.DataType]]]:
+        """The last columns, which not all files of this kind have: groups that come together."""
         if kind == "values":
-            return fields(file_columns(self.estimators, self.targets))
-        return [(n, pa.float64()) for n in (*self.nobody, *self.moved)]
+            return [FIELDS, fields(file_columns(self.estimators, self.targets))]
+        return [[(n, pa.float64()) for n in (*self.nobody, *self.moved)]]
 
-    def schemas(self, kind: str, ids: str | None) -> tuple[pa.Schema, pa.Schema]:
-        """The Arrow schemas that a file of this kind may have: with the optional columns, and
-        without."""
-        base = self.schema(kind, ids)
-        return pa.schema([*base, *(pa.field(*f) for f in self.optional(kind))]), base
+    def schemas(self, kind: str, ids: str | None) -> list[pa.Schema]:
+        """The Arrow schemas that a file of this kind may have: with all optional columns first,
+        without any last."""
+        found = [list(self.schema(kind, ids))]
+        for group in reversed(self.optional(kind)):
+            own = [pa.field(*f) for f in group]
+            n = len(self.schema(kind, ids))
+            found = [[*x[:n], *own, *x[n:]] for x in found] + found
+        return [pa.schema(x) for x in found]
 
     def schema(self, kind: str, ids: str | None) -> pa.Schema:
         """The Arrow schema of a file of this kind without the optional columns."""
@@ -125,7 +132,7 @@ def file_columns(heads: Sequence[str], tails: Sequence[str]) -> list[str]:
 def values_table(
     waiting: Sequence[BufferedEntry], columns: Columns, kind_of_ids: str | None
 ) -> pa.Table:
-    full, schema = columns.schemas("values", kind_of_ids)
+    schema = columns.schema("values", kind_of_ids)
     sizes = [len(e.ids) for e in waiting]
     V = [np.full((len(schema) - 3, n), np.nan) for n in sizes]
     V = [v if e.values is None else e.values for v, e in zip(V, waiting, strict=True)]
@@ -137,10 +144,15 @@ def values_table(
         pa.array(np.repeat(np.array(weight, np.float64), sizes), from_pandas=True),
         *(pa.array(v, from_pandas=True) for v in np.concatenate(V, axis=1)),
     ]
-    if all(e.entry.tokens is None for e in waiting):
-        return pa.table(data, schema=schema)
-    tokens = [(len(e.ids), e.entry.tokens) for e in waiting]
-    return pa.table([*data, *arrays(tokens, len(schema) - 3)], schema=full)
+    signals, positions = columns.optional("values")
+    more = list(schema)
+    if any(e.entry.signals is not None for e in waiting):
+        data += signal_arrays([(len(e.ids), e.entry.signals) for e in waiting])
+        more += [pa.field(*f) for f in signals]
+    if any(e.entry.tokens is not None for e in waiting):
+        data += arrays([(len(e.ids), e.entry.tokens) for e in waiting], len(schema) - 3)
+        more += [pa.field(*f) for f in positions]
+    return pa.table(data, schema=pa.schema(more))
 
 
 def steps_table(waiting: Sequence[BufferedEntry], columns: Columns) -> pa.Table:
@@ -210,6 +222,13 @@ def content_hash(steps: pa.Table) -> str:
 
 def buffered(entry: StepEntry, ids: pa.Array, columns: Columns) -> BufferedEntry:
     """Returns a copy of an entry, the only one that waits in memory; refuses a wrong shape."""
+    if entry.signals is not None:
+        wanted = (len(SIGNALS), len(entry.ids))
+        if entry.signals.shape != wanted:
+            raise LedgerError(
+                f"step {entry.step}: signals have shape {entry.signals.shape}, not {wanted}"
+            )
+        entry = replace(entry, signals=np.array(entry.signals, np.float32))
     if entry.values is None:
         return BufferedEntry(entry, ids, None)
     E, Q, B = shape = (len(columns.estimators), len(columns.targets), len(entry.ids))

@@ -31,6 +31,7 @@ from inrun.ledger import files
 from inrun.ledger.entries import ELSEWHERE
 from inrun.ledger.folder import read_info
 from inrun.ledger.manifest import Part
+from inrun.ledger.signals import WHOLE, Window
 from inrun.ledger.tables import Scan
 from inrun.ledger.writer import Store
 
@@ -127,9 +128,12 @@ class RankedStore(Store):
         found["void"] = known.where(known.notna(), found["void"])
         return found
 
-    def history(self, estimator: int) -> pd.DataFrame:
+    def has_signals(self) -> bool:
+        return any(Store.has_signals(s) for s in (self, *self.others()))
+
+    def history(self, estimator: int, window: Window = WHOLE) -> pd.DataFrame:
         """As of one process: in the order of steps, and of ranks within a step."""
-        found = Store.history(self, estimator)
+        found = Store.history(self, estimator, window)
         return found.sort_values("step", kind="stable", ignore_index=True)
 
     # -- a run that goes on, or starts again --------------------------------------------------

@@ -9,11 +9,12 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 
+from inrun.ledger.audits import audit_summary
 from inrun.ledger.committed import tell_lost
 from inrun.ledger.display import run_html
 from inrun.ledger.entries import RunTables
 from inrun.ledger.ranks import RankedStore
-from inrun.ledger.tables import audit_summary
+from inrun.ledger.signals import Window
 from inrun.ledger.writer import Store
 
 __all__ = ["RankedStore", "SavedRun", "Store", "open_run"]
@@ -65,9 +66,15 @@ class SavedRun(RunTables):
         target: str | None = None,
         worst: bool = False,
         estimator: str | None = None,
+        *,
+        since: int | None = None,
+        until: int | None = None,
+        half_life: float | None = None,
     ) -> pd.DataFrame:
-        """The n best (``worst``: lowest) examples by value, or those of most harm."""
-        return self._ledger.top(self._index(estimator), n, by, target, worst)
+        """The n best (``worst``: lowest) examples by value, those of most harm, or those that the
+        model fitted worst (``by="loss"``, ``"el2n"``, ``"margin"``)."""
+        window = Window(since, until, half_life)
+        return self._ledger.top(self._index(estimator), n, by, target, worst, window)
 
     def summary(self, estimator: str | None = None) -> dict[str, float]:
         """Do the values add up? The audited steps summed."""

@@ -12,22 +12,19 @@ x0, x1, ... there.
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from inrun.ledger import LedgerError
+from inrun.ledger import LedgerError, signals, visits
+from inrun.ledger.database import connect, unreadable
+from inrun.ledger.signals import WHOLE, Window
 from inrun.ledger.tokens import table as token_table
 
-if TYPE_CHECKING:
-    import duckdb
-
-MEMORY_LIMIT = "2GiB"  # of DuckDB; the answer comes on top
 BATCH_ROWS = 1 << 17  # rows that DuckDB is given at a time
 TOGETHER = 32  # columns of a query: DuckDB's time to plan it grows faster than their number
 ROUNDING = 1e-6  # times the largest value of a batch: a smaller spread counts as none
@@ -36,17 +33,17 @@ STEP_COLUMNS = (
     "residual", "explained", "drop", "decay", "missed", "void",
 )  # fmt: skip
 HALVES = ("half 1", "half 2")  # targets, or ends of their names, that ``inrun.halves`` makes
-AUDITED = ("loss", "batch_share", "momentum_share", "residual", "explained")
-FORECASTS = ("influence",)  # estimators that do not add up to a loss change: nothing to audit
 RESERVED = ("step", "id", "value", "steps", "scored", "weight", "harm")
 # scan(estimator, targets, rows): record batches of at most so many rows, with the columns step, id,
-# weight (null where the step was not scored) and the values of these targets, unweighted.
+# weight (null where the step was not scored) and the values of these targets, unweighted. Targets
+# beyond the last are the signals (signals.py).
 Scan = Callable[[int, Sequence[int], int], Iterator[pa.RecordBatch]]
 
 
 class LedgerTables:
     """The tables of a ledger. ``estimator`` is an index into the run's list of estimators."""
 
+    epochs, suspects = visits.epochs, visits.suspects
     targets: list[str]
     threads: int | None = None  # of DuckDB; None leaves it the choice
 
@@ -62,31 +59,54 @@ class LedgerTables:
         """Returns what error messages call this ledger."""
         raise NotImplementedError
 
-    def values(self, estimator: int) -> pd.DataFrame:
-        """One row per example: id, value, one column per named target, steps seen and scored.
+    @property
+    def last_step(self) -> int:
+        """The last step on record, -1 if there is none."""
+        raise NotImplementedError
+
+    def has_signals(self) -> bool:
+        """Are signals on record (signals.py)?"""
+        raise NotImplementedError
+
+    def steps(self, estimator: int) -> pd.DataFrame:
+        """One row per step."""
+        raise NotImplementedError
+
+    def values(self, estimator: int, window: Window = WHOLE) -> pd.DataFrame:
+        """One row per example: id, value, one column per named target, steps seen and scored, and
+        the means of the signals where there are any.
 
         The values of an example are summed over the steps that were scored, each times the weight
         of its step. An example that was never scored has NaN.
         """
         columns = value_columns(self.targets)
-        found = self._query(estimator, columns, _values_sql)
+        found = self._query(estimator, columns, _values_sql, window=window)
         if not found:
             return _empty(id="int64", **dict.fromkeys(columns, "float64"), **_COUNTS)
         ids, *_, steps, scored = found[0].columns
         parts = [found[0][ids], *(t.iloc[:, 1:-2] for t in found), found[0][[steps, scored]]]
         table = pd.concat(parts, axis=1)
         table.columns = pd.Index(["id", *columns, "steps", "scored"])
-        return table
+        if not self.has_signals():
+            return table
+        (means,) = self._query(estimator, signals.SHOWN, signals.means_sql, window=window)
+        names = signals.shown_names(self.targets)
+        return pd.concat([table, means.iloc[:, 1:].set_axis(names, axis=1)], axis=1)
 
-    def harm(self, estimator: int, targets: Sequence[str] | None = None) -> pd.DataFrame:
+    def harm(
+        self, estimator: int, targets: Sequence[str] | None = None, window: Window = WHOLE,
+        signed: bool = False,
+    ) -> pd.DataFrame:  # fmt: skip
         """One row per example: id, harm.
 
         Each step's values are divided by their standard deviation within the batch and target; the
         negative parts are summed over steps and targets (all, or those named). Steps whose examples
         are all alike (one example, or copies that differ by rounding only) have no spread and do
-        not count; nor do values that are not finite. Harm is NaN where nothing counts.
+        not count; nor do values that are not finite. Harm is NaN where nothing counts. ``signed``:
+        values above 0 count, too, against it.
         """
-        found = self._query(estimator, targets or self.targets, _harm_sql, scans=2)
+        sql = partial(_harm_sql, signed=signed)
+        found = self._query(estimator, targets or self.targets, sql, scans=2, window=window)
         if not found:
             return _empty(id="int64", harm="float64")
         total = pd.concat([t["harm"] for t in found], axis=1).sum(axis=1, min_count=1)
@@ -99,21 +119,25 @@ class LedgerTables:
         by: str = "value",
         target: str | None = None,
         worst: bool = False,
+        window: Window = WHOLE,
     ) -> pd.DataFrame:
-        """The n examples of highest (``worst``: lowest) value, or of most harm, best first.
+        """The n examples of highest (``worst``: lowest) value, best first; or of most harm, highest
+        loss or EL2N, lowest margin.
 
-        Columns: id, value (of one target if named), harm where asked for, steps, scored. Examples
-        that were never scored are left out.
+        Columns: id, value (of one target if named), harm or the signal where asked for, steps,
+        scored. Examples that were never scored are left out.
         """
         if target is not None and target not in self.targets:
             known = ", ".join(self.targets[:10]) + (", ..." if len(self.targets) > 10 else "")
             raise LedgerError(f"no target {target!r} in {self.name()}; it has {known}")
         column = [target or "value"]
+        if by in signals.SHOWN:
+            return visits.top_by_signal(self, estimator, n, by, target or "value", window)
         if by == "harm":
-            harm = self.harm(estimator, [target] if target else None).dropna()
+            harm = self.harm(estimator, [target] if target else None, window).dropna()
             picked = harm.sort_values(["harm", "id"], ascending=[False, True]).head(int(n))
             chosen = pa.table({"id": pa.array(picked["id"], self.id_type())})
-            found = self._query(estimator, column, _picked_sql, picked=chosen)
+            found = self._query(estimator, column, _picked_sql, window=window, picked=chosen)
             names = ["id", "value", "harm", "steps", "scored"]
             if not found:
                 return pd.DataFrame(columns=names)
@@ -127,26 +151,36 @@ class LedgerTables:
                 f"""SELECT * FROM ({_values_sql(k)}) WHERE value0 IS NOT NULL
                 ORDER BY value0 {order}, id LIMIT {int(n)}"""
             ),
+            window=window,
         )
         names = ["id", "value", "steps", "scored"]
         return found[0].set_axis(names, axis=1) if found else pd.DataFrame(columns=names)
 
-    def history(self, estimator: int) -> pd.DataFrame:
+    def history(self, estimator: int, window: Window = WHOLE) -> pd.DataFrame:
         """One row per scored step and example: step, id, value, one column per named target."""
-        pieces = list(self.history_batches(estimator))
+        pieces = list(self.history_batches(estimator, window=window))
         if not pieces:
             columns = value_columns(self.targets)
             return _empty(step="int64", id="int64", **dict.fromkeys(columns, "float64"))
         return pd.concat(pieces, ignore_index=True)
 
-    def history_batches(self, estimator: int, rows: int = 1_000_000) -> Iterator[pd.DataFrame]:
-        """``history`` in pieces of at most this many rows, for ledgers larger than memory."""
+    def history_batches(
+        self, estimator: int, rows: int = 1_000_000, window: Window = WHOLE, label: bool = False
+    ) -> Iterator[pd.DataFrame]:
+        """``history`` in pieces of at most this many rows, for ledgers larger than memory.
+        ``label``: with a column of labels, where they are known."""
+        Q = len(self.targets)
+        extra = signals.shown_names(self.targets) if self.has_signals() else []
+        extra += ["signal label"] if label and extra else []
         for scan in self.scans(1):
-            for batch in scan(estimator, range(len(self.targets)), rows):
+            for batch in scan(estimator, range(Q + len(extra)), rows):
+                batch = window.cut(batch)
                 scored = batch.filter(batch["weight"].is_valid())
                 step, ids, _, *V = (c.to_numpy(zero_copy_only=False) for c in scored.columns)
                 if len(ids):
-                    yield _history_table(step, ids, np.stack(V, axis=1), self.targets)
+                    frame = _history_table(step, ids, np.stack(V[:Q], axis=1), self.targets)
+                    own: dict[str, np.ndarray] = dict(zip(extra, V[Q:], strict=True))
+                    yield pd.concat([frame, pd.DataFrame(own)], axis=1) if own else frame
 
     def token_batches(self, estimator: int) -> Iterator[pa.RecordBatch]:
         """Yields step, id, inputs and the values of positions, a list for each example (NULL: none
@@ -163,13 +197,14 @@ class LedgerTables:
         columns: Sequence[str],
         sql: Callable[[int], str],
         scans: int = 1,
+        window: Window = WHOLE,
         **others: pa.Table,
     ) -> list[pd.DataFrame]:
         """Run a query over the values, for up to ``TOGETHER`` columns at a time.
 
-        ``columns`` are targets, or "value" for the mean over them. ``sql(k)`` reads them as x0 ...
-        x(k-1) from the tables v0, v1, ... which are the same, each to be read once. Returns one
-        table for each group of columns, none for a ledger without values.
+        ``columns`` are targets, or "value" for the mean over them, or signals. ``sql(k)`` reads
+        them as x0 ... x(k-1) from the tables v0, v1, ... which are the same, each to be read once.
+        Returns one table for each group of columns, none for a ledger without values.
         """
         readers = self.scans(scans)
         if not readers:
@@ -184,7 +219,7 @@ class LedgerTables:
             for start in range(0, len(columns), TOGETHER):
                 some = columns[start : start + TOGETHER]
                 for i, scan in enumerate(readers):
-                    db.register(f"v{i}", self._reader(scan, estimator, some, failed))
+                    db.register(f"v{i}", self._reader(scan, estimator, some, failed, window))
                 try:
                     answers.append(db.sql(sql(len(some))).df())
                 except duckdb.Error as error:
@@ -194,7 +229,12 @@ class LedgerTables:
         return answers
 
     def _reader(
-        self, scan: Scan, estimator: int, columns: Sequence[str], failed: list[LedgerError]
+        self,
+        scan: Scan,
+        estimator: int,
+        columns: Sequence[str],
+        failed: list[LedgerError],
+        window: Window = WHOLE,
     ) -> pa.RecordBatchReader:
         """Returns step, id, weight and the columns as x0, x1, ..., for DuckDB.
 
@@ -203,7 +243,10 @@ class LedgerTables:
         Q = len(self.targets)
         where = {name: q for q, name in enumerate(self.targets)} | ({"value": 0} if Q == 1 else {})
         mean = "value" in columns and Q > 1
+        if columns is signals.SHOWN:
+            where = {name: Q + i for i, name in enumerate(signals.SHOWN)}
         wanted = list(range(Q)) if mean else [where[c] for c in columns]
+        last = self.last_step if window.until is None else min(window.until - 1, self.last_step)
         fields = [("step", pa.int64()), ("id", self.id_type()), ("weight", pa.float64())]
         fields += [(f"x{i}", pa.float64()) for i in range(len(columns))]
         schema = pa.schema(fields)
@@ -211,7 +254,8 @@ class LedgerTables:
         def batches() -> Iterator[pa.RecordBatch]:
             try:
                 for batch in scan(estimator, wanted, BATCH_ROWS):
-                    step, ids, weight, *x = batch.columns
+                    step, ids, weight, *x = window.cut(batch).columns
+                    weight = window.weights(step, weight, last)
                     if mean:
                         V = np.stack([c.to_numpy(zero_copy_only=False) for c in x], axis=1)
                         average = pa.array(V.mean(axis=1), from_pandas=True)
@@ -235,16 +279,17 @@ def _picked_sql(k: int) -> str:
     return _values_sql(k, "WHERE id IN (SELECT id FROM picked)")
 
 
-def _harm_sql(k: int) -> str:
+def _harm_sql(k: int, signed: bool = False) -> str:
     """Harm by id. A join with the spread of each step, not a window: no sort of all rows."""
     each = range(k)
     x = ", ".join(
         f"CASE WHEN weight IS NOT NULL AND isfinite(x{q}) THEN x{q} END AS y{q}" for q in each
     )
     spread = ", ".join(f"stddev_pop(y{q}) AS s{q}, max(abs(y{q})) AS m{q}" for q in each)
+    part = "-y{0} / s{0}" if signed else "greatest(-y{0} / s{0}, 0)"
     hurt = ", ".join(
-        f"sum(CASE WHEN s{q} > {ROUNDING} * m{q} AND y{q} IS NOT NULL "
-        f"THEN greatest(-y{q} / s{q}, 0) END) AS h{q}"
+        f"sum(CASE WHEN s{q} > {ROUNDING} * m{q} AND y{q} IS NOT NULL THEN {part.format(q)} END) "
+        f"AS h{q}"
         for q in each
     )
     some = " OR ".join(f"h{q} IS NOT NULL" for q in each)
@@ -268,35 +313,6 @@ def harm_of(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     hurt = np.where(counts, np.maximum(-y / np.where(spread > 0, spread, 1)[:, None], 0), 0)
     counted = counts.any(axis=0)
     return counted, hurt.sum(axis=0)[counted]
-
-
-@contextlib.contextmanager
-def connect(threads: int | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
-    """DuckDB in memory, limited, spilling to a temporary folder, closed off from the rest."""
-    try:
-        import duckdb
-    except ImportError:
-        raise LedgerError("reading a ledger needs duckdb: pip install inrun") from None
-    settings: dict[str, Any] = {
-        "memory_limit": MEMORY_LIMIT,
-        "autoinstall_known_extensions": False,
-        "autoload_known_extensions": False,
-        "python_enable_replacements": False,
-        "preserve_insertion_order": False,
-    }
-    if threads is not None:
-        settings["threads"] = threads
-    with (
-        tempfile.TemporaryDirectory(prefix="inrun-", ignore_cleanup_errors=True) as spill,
-        duckdb.connect(config=settings | {"temp_directory": spill}) as db,
-    ):
-        db.execute("SET enable_external_access = false")  # not before temp_directory is set
-        db.execute("SET lock_configuration = true")
-        yield db
-
-
-def unreadable(name: object, error: Exception) -> LedgerError:
-    return LedgerError(f"{name} cannot be read: {' '.join(str(error).split())}")
 
 
 # -- columns and arithmetic -------------------------------------------------------------------
@@ -331,63 +347,3 @@ def _history_table(
     if len(targets) > 1:
         frame = pd.concat([frame, pd.DataFrame(V, columns=list(targets))], axis=1)
     return frame
-
-
-def audit_columns(
-    total: Any, nobody: Any, before: Any, without: Any, after: Any, drop: Any = np.nan
-) -> dict[str, Any]:
-    """The columns of ``steps()`` that compare the sum of values with measured losses.
-
-    Arguments: the sum of values and nobody's part of the batch (a penalty on weights: what it does
-    is in the batch share, too), then ℓ(w_t), U(∅) and U(B) as means over targets; numbers or
-    arrays over steps, NaN where a step was not scored or not audited. ``drop`` is known for
-    "carry", whose sums belong to many steps: it is compared with the whole step instead.
-    """
-    share, whole = without - after, np.isfinite(drop)
-    credited = np.where(whole, drop, total + nobody)[()]
-    measured = np.where(whole, before - after, share)[()]
-    return {
-        "loss": before,
-        "batch_share": share,
-        "momentum_share": before - without,
-        "residual": measured - credited,
-        "explained": credited / np.where(measured == 0, np.nan, measured)[()],
-    }
-
-
-def audit_summary(steps: pd.DataFrame) -> dict[str, float]:
-    """Do the values add up? The audited steps of ``steps()`` summed, and their ratio ``explained``.
-
-    A ratio of sums, not a mean of ratios: a step whose batch share is near zero says little.
-    """
-    audited = steps[steps["batch_share"].notna() & steps["sum"].notna()]
-    total, share = float(audited["sum"].sum()), float(audited["batch_share"].sum())
-    nobody, momentum = float(audited["nobody"].sum()), float(audited["momentum_share"].sum())
-    credited, measured = total + nobody, share
-    if len(audited) and audited["drop"].notna().all():  # "carry": of the whole step
-        credited, measured = float(audited["drop"].sum()), share + momentum
-    return {
-        "audited": len(audited),
-        "sum": total,
-        "nobody": nobody,
-        "batch_share": share,
-        "momentum_share": momentum,
-        "residual": measured - credited,
-        "explained": credited / measured if measured else float("nan"),
-    }
-
-
-def carry_summary(steps: pd.DataFrame) -> dict[str, float]:
-    """Where the drop of the loss along all steps went, for ``estimator="carry"``; else empty.
-
-    drop = credited + nobody + decay + older: to examples, to what belongs to no example, to
-    decoupled weight decay, and to no one because it is older than the window (or the momentum of
-    void steps, or L2 decay).
-    """
-    known = steps[steps["drop"].notna()]
-    if not len(known):
-        return {}
-    found = {k: float(known[k].sum()) for k in ("drop", "sum", "nobody", "decay")}
-    found["credited"] = found.pop("sum")
-    found["older"] = found["drop"] - found["credited"] - found["nobody"] - found["decay"]
-    return found

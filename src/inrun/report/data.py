@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from inrun.ledger.saved import SavedRun
+from inrun.ledger.signals import shown_names
 from inrun.report.examples import load_examples, load_tokens
 from inrun.report.facts import cards, collect
 from inrun.report.tokens import Tokenizer, shaded
@@ -19,6 +21,7 @@ TEXT = 1500  # characters of a text; the rest is cut, with a note
 POINTS = 600  # of a line
 GROUPS = 40  # rows of a table by label or group, columns of the heat map
 BINS = 61
+EPOCHS = 100
 
 
 def payload(
@@ -32,7 +35,8 @@ def payload(
     keys = {t: f"target {q}" for q, t in enumerate(saved.targets)}  # one may be called "label"
     values = values.rename(columns={t: k for t, k in keys.items() if len(keys) > 1})
     values = values.merge(saved.harm(estimator), on="id", how="left")
-    best, worst, suspects = _lists(values)
+    best, worst, harmful = _lists(values)
+    suspects, window = _suspects(saved, estimator, values, harmful)
     shown = np.unique(np.concatenate([best, worst, suspects]))
     content = pd.DataFrame(columns=["text", "image"])
     values["label"], values["group"] = None, None
@@ -57,19 +61,20 @@ def payload(
         "targets": saved.targets,
         "examples": len(values),
         "columns": _columns(values.iloc[listed]),
+        "window": window,
+        "epochs": _epochs(saved.epochs(estimator)),
         "lists": {name: [where[int(i)] for i in rows] for name, rows in lists.items()},
         "content": {str(where[int(i)]): c for i in shown if (c := _content(content, int(i)))},
         "histogram": _histogram(values["value"].dropna().to_numpy()),
         "audit": _audit(steps),
-        "tokens": shaded(
-            saved,
-            estimator,
-            tokenizer,
-            lambda ids: {} if examples is None else load_tokens(examples, ids),
-        ),
+        "tokens": shaded(saved, estimator, tokenizer, partial(_tokens, examples)),
         "by": {name: t for name in ("group", "label") if (t := _by(values, name))},
         "heat": [h for name in ("group", "label") if (h := _heat(values, keys, name))],
     }
+
+
+def _tokens(examples: str | Path | None, ids: Any) -> Any:
+    return {} if examples is None else load_tokens(examples, ids)
 
 
 def _about(saved: SavedRun, facts: dict[str, Any]) -> list[str]:
@@ -96,6 +101,25 @@ def _lists(values: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     judged = np.flatnonzero(~np.isnan(harm))
     suspects = judged[np.argsort(-harm[judged], kind="stable")]
     return order[:SHOWN], order[::-1][:SHOWN], suspects[:SHOWN]
+
+
+def _suspects(
+    saved: SavedRun, estimator: str | None, values: pd.DataFrame, harmful: np.ndarray
+) -> tuple[np.ndarray, dict[str, Any] | None]:
+    """Positions of the most suspicious, and the visits that the ranking is made of; the most
+    harmful where the run has no signals."""
+    loss = shown_names(saved.targets)[0]
+    if loss not in values or values[loss].isna().all():
+        return harmful, None
+    ranked = saved.suspects(estimator)
+    at = pd.Series(np.arange(len(values)), index=values["id"])
+    return at.reindex(ranked["id"].head(SHOWN)).to_numpy(), ranked.attrs["window"]
+
+
+def _epochs(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """One row per epoch, the last ones if there are many; nothing of a run of one."""
+    rows = table.tail(EPOCHS).to_dict("records") if len(table) > 1 else []
+    return [{str(k): None if pd.isna(x) else float(x) for k, x in row.items()} for row in rows]
 
 
 def _columns(rows: pd.DataFrame) -> dict[str, Any]:

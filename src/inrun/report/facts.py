@@ -6,8 +6,8 @@ from typing import Any
 
 import pandas as pd
 
+from inrun.ledger.audits import audit_summary, carry_summary
 from inrun.ledger.saved import SavedRun
-from inrun.ledger.tables import audit_summary, carry_summary
 from inrun.report.noise import in_words, noise
 
 

@@ -76,8 +76,24 @@ function examples() {
     { key: "worst", name: "Hurt most", note: `The ${count(k)} lowest values.` },
     { key: "all", name: "All", note: all },
   ] });
+  if (data.window) byId("suspects-how").textContent = `Ranked by how badly the model fitted them while it learned (loss, EL2N and margin) and by harmful values, as far as these agree with themselves (weight ${data.window.weight.toPrecision(2)}). Visits: steps ${count(data.window.since)} to ${count(data.window.until - 1)}, ${data.window.why}.`;
   if (!data.lists.suspects.length) { byId("suspects-table").append(el("p", { class: "empty" }, "Harm needs batches of two or more examples.")); return; }
-  exampleTable(byId("suspects-table"), data, { views: [{ key: "suspects", name: "Suspects", note: `The ${count(data.lists.suspects.length)} examples of most harm.` }] });
+  exampleTable(byId("suspects-table"), data, { views: [{ key: "suspects", name: "Suspects", note: `The ${count(data.lists.suspects.length)} ${data.window ? "most suspicious examples" : "examples of most harm"}.` }] });
+}
+
+function epochs() {
+  if (!data.epochs.length) return;
+  const names = ["value", "loss", "el2n", "margin"].filter((k) => data.epochs.some((e) => typeof e[k] === "number"));
+  const body = el("tbody");
+  for (const e of data.epochs) {
+    body.append(el("tr", null, el("td", { class: "num", "data-name": "epoch" }, count(e.epoch)),
+      el("td", { class: "num", "data-name": "steps" }, `${count(e.since)} to ${count(e.until - 1)}`),
+      el("td", { class: "num", "data-name": "visits" }, count(e.examples)),
+      ...names.map((k) => el("td", { class: "num", "data-name": k }, number(e[k])))));
+  }
+  const head = ["epoch", "steps", "visits", ...names.map((k) => (k === "value" ? "sum of values" : "mean " + k))];
+  byId("epochs").append(el("h3", null, "Epochs"), el("div", { class: "frame" }, el("table", { class: "rows" },
+    el("thead", null, el("tr", null, ...head.map((text) => el("th", { scope: "col", class: "num" }, text)))), body)));
 }
 
 function groups() {
@@ -131,6 +147,7 @@ theme();
 header();
 overview();
 audit();
+epochs();
 examples();
 tokens();
 groups();

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from inrun.capture.micro_batch import MicroBatch
+from inrun.capture.signals import means, of_examples
 from inrun.ledger.entries import ELSEWHERE, Audit
 from inrun.ledger.tokens import Tokens
 from inrun.scoring.agreed import OTHER_DIRECTION, SAME_EVERYWHERE, SEE_THERE, Agreed
@@ -40,6 +41,7 @@ class StepResult:
     tokens: Tokens | None = None
     sums: np.ndarray | None = None  # [E, Q] of the values of all ranks, where there are several
     moved: np.ndarray | None = None  # [E, 2, Q] of "carry": the drop along the step, and by decay
+    signals: np.ndarray | None = None  # [4, B], capture/signals.py
 
 
 @dataclass
@@ -64,6 +66,7 @@ class Columns:
     example: np.ndarray | Tensor  # [C] −1: nobody's; a tensor where that is known on a device only
     token: np.ndarray  # [C] is it a position of its example?
     inputs: Tensor | None  # of these positions, what the model received, if these are integers
+    signals: Tensor | None = None  # [5, B] sums over the rows of losses (capture/signals.py)
 
     @staticmethod
     def of(micros: Sequence[MicroBatch]) -> Columns:
@@ -79,11 +82,12 @@ class Columns:
         inputs = _joined(known) if known and len(known) == len(some) else None
         example = _joined(found)
         on_host = example.numpy() if example.is_cpu else example
-        return Columns(start, on_host, np.concatenate(tokens), inputs)
+        return Columns(start, on_host, np.concatenate(tokens), inputs, of_examples(micros))
 
     def moving(self) -> dict[str, Tensor]:
         """What must travel to the host with the numbers of the step."""
         found = {} if isinstance(self.example, np.ndarray) else {"columns": self.example}
+        found |= {} if self.signals is None else {"signals": self.signals}
         return found if self.inputs is None else {**found, "inputs": self.inputs}
 
     def by_example(self, values: np.ndarray, columns: np.ndarray | None = None) -> np.ndarray:
@@ -187,12 +191,12 @@ class Conclusion:
         finite: np.ndarray, missed: np.ndarray, flags: np.ndarray,
         columns: np.ndarray | None = None, inputs: np.ndarray | None = None,
         sampled: np.ndarray | None = None, agreed: np.ndarray | None = None,
-        moved: np.ndarray | None = None,
+        moved: np.ndarray | None = None, signals: np.ndarray | None = None,
     ) -> StepResult:  # fmt: skip
         """The result of a step from its numbers on the host.
 
         ``advice`` says what to do by reason; ``flags`` are up or down in the same order, and one
-        that is up makes the step void. ``columns`` and ``inputs`` come from the device
+        that is up makes the step void. ``columns``, ``inputs`` and ``signals`` come from the device
         (``Columns.moving``), ``agreed`` from all ranks (agreed.py). ``sampled``: values to take
         instead, where they are not NaN (coalitions.py); what adds up are those of the linear maps.
         """
@@ -219,7 +223,10 @@ class Conclusion:
             own = whose.by_example(np.where(np.isnan(sampled), values, sampled), columns)
             nobody = own[..., -1]
         sums = None if agreed is None else every.sums - every.nobody
-        return StepResult(own[..., :-1], None, audit, float(missed), nobody, tokens, sums, moved)
+        kept = None if signals is None else means(signals).astype(np.float32)
+        return StepResult(
+            own[..., :-1], None, audit, float(missed), nobody, tokens, sums, moved, kept
+        )
 
     def add_up(self, step: int, tolerance: float, every: Agreed) -> bool:
         """Is the sum of the values ⟨u, G⟩, up to rounding? Otherwise ``message`` says why not."""

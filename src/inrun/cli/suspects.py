@@ -1,0 +1,146 @@
+"""`inrun suspects`, `inrun prune` and `inrun epochs`."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from inrun import keeplist
+from inrun import open as open_run
+from inrun.cli.shared import Estimator, Examples, RunPath, Since, Until, grid, with_examples
+from inrun.console import Force, Json, safe, say
+from inrun.ledger import LedgerError
+from inrun.ledger.suspects import SURE, removed
+from inrun.output import check_output, write_output
+
+
+class Rule(str, Enum):
+    auto = "auto"
+    noisy = "noisy"
+    clean = "clean"
+    harm = "harm"
+    value = "value"
+
+
+class Which(str, Enum):
+    bottom = "bottom"
+    top = "top"
+    random = "random"
+
+
+def suspects(
+    run: RunPath,
+    n: Annotated[int, typer.Option("-n", min=1, help="How many.")] = 20,
+    since: Since = None,
+    until: Until = None,
+    examples: Examples = None,
+    estimator: Estimator = None,
+    values: Annotated[
+        bool, typer.Option(help="Rank by values, too, as far as they agree with themselves.")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """The examples whose labels are most probably wrong.
+
+    Ranked by how badly the model fitted them while it learned (loss, EL2N and margin over a window
+    of visits, which is shown) and by their values, as far as these agree with themselves.
+    disagreed: share of these visits at which the model preferred another label; a hard example
+    looks the same. hurts: the target whose loss the example's values raised most. A suspect is a
+    reason to look, not a proof.
+    """
+    table = open_run(run).suspects(estimator, since=since, until=until, values=values)
+    window, sure = table.attrs["window"], int((table["disagreed"] > SURE).sum())
+    shown = with_examples(table.head(n).drop(columns="label" if examples else []), examples)
+    lines = Table.grid()
+    lines.add_row(Text(f"visits: steps {window['since']:,} to {window['until'] - 1:,}, "
+                       f"{safe(window['why'])}"))  # fmt: skip
+    lines.add_row(Text(f"weight of values: {window['weight']:.2g} of the fit's"))
+    lines.add_row(Text(f"{sure:,} of {len(table):,} examples: the model preferred another label at "
+                       f"more than {SURE:.0%} of their visits"))  # fmt: skip
+    lines.add_row(grid(shown))
+    data = {"window": window, "disagreed": sure, "examples": len(table)}
+    say(as_json, data | {"suspects": shown.to_dict("records")}, lines)
+
+
+def epochs(run: RunPath, estimator: Estimator = None, as_json: Json = False) -> None:
+    """What each epoch did: its steps, the sum of values, mean loss, EL2N and margin.
+
+    Give its steps to --since and --until of `inrun top` to rank by one epoch alone.
+    """
+    table = open_run(run).epochs(estimator)
+    say(as_json, table.to_dict("records"), grid(table))
+
+
+def prune(
+    run: RunPath,
+    ratio: Annotated[float, typer.Option(help="Share of the examples to remove, in (0, 1).")],
+    by: Annotated[
+        Rule,
+        typer.Option(
+            help="auto: clear suspects, then the easiest of each label; noisy: the suspects; "
+            "clean: the easiest of each label; harm, value: one end of that ranking."
+        ),
+    ] = Rule.auto,
+    which: Annotated[
+        Which, typer.Option(help="random, or which end to remove (--by harm or value).")
+    ] = Which.bottom,
+    seed: Annotated[int, typer.Option(help="For --which random.")] = 0,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Ids to keep: .parquet, .csv, .json or .txt.")
+    ] = Path("keep.parquet"),
+    force: Force = False,
+    estimator: Estimator = None,
+    as_json: Json = False,
+) -> None:
+    """Write the ids to keep after removing a share of the examples.
+
+    By default suspects about whom the model disagreed at more than 90 % of the visits go first, if
+    it fits most other labels and they are not just a few; then the examples that it fitted most
+    easily, an equal share of each label. --by noisy is for no more than the share of wrong labels.
+    --by value removes those of lowest value, for comparison only: on clean SST-2 that was worse
+    than --which random.
+    Examples that were never scored are kept: nothing is known against them.
+    """
+    if not 0 < ratio < 1:
+        raise LedgerError(f"--ratio must lie between 0 and 1, not {ratio:g}")
+    if output.suffix not in keeplist.SUFFIXES:
+        raise LedgerError(f"{output}: write .parquet, .csv, .json or .txt")
+    if which is Which.top and by not in (Rule.harm, Rule.value):
+        raise LedgerError(f"--which top goes with --by harm or value, not {by.value}")
+    check_output(output, force=force)
+    saved = open_run(run)
+    values = saved.values(estimator)
+    wanted = round(ratio * len(values))
+    if which is Which.random:
+        known = values["id"][values["value"].notna()].to_numpy()
+        gone, how = np.random.default_rng(seed).permutation(known)[:wanted], "at random"
+    elif by in (Rule.harm, Rule.value):
+        gone, how = _ends(saved, by, which, estimator)[:wanted], f"{which.value}, by {by.value}"
+    else:
+        table = saved.suspects(estimator)
+        gone, how = table["id"].to_numpy()[removed(table, wanted, by.value)], f"by {by.value}"
+    keep = values["id"][~values["id"].isin(gone)].tolist()
+    write_output(output, keeplist.write_ids(keep, output.suffix), force)
+    n = len(values) - len(keep)
+    result: dict[str, Any] = {"examples": len(values), "removed": n, "kept": len(keep)}
+    say(
+        as_json,
+        result | {"output": str(output)},
+        f"{n:,} of {len(values):,} examples removed ({how}); "
+        f"{len(keep):,} ids to keep in {safe(output)}",
+    )
+
+
+def _ends(saved: Any, by: Rule, which: Which, estimator: str | None) -> np.ndarray:
+    """Ids by value or harm, the first to go first."""
+    table: pd.DataFrame = saved.harm(estimator) if by is Rule.harm else saved.values(estimator)
+    score = -table["harm"] if by is Rule.harm else table["value"]
+    order = score.sort_values(ascending=which is Which.bottom, kind="stable").dropna().index
+    return table["id"].to_numpy()[order.to_numpy()]
