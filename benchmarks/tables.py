@@ -21,6 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 import experiments
 from benchmarks.distributed import modelled, modelled_sharded, ring, scatter, sharded_pass
+from benchmarks.lds import table as lds
 from experiments import overview
 
 SINGLE = ("loss, mean", "AUM", "loss, end", "EL2N, all visits", "harm", "sum of values")
@@ -549,6 +550,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "distributed": distributed,
     "communication": communication,
     "sharded-communication": sharded_communication,
+    **lds.TABLES,
     **{f"short-{name}": partial(overview.short, name) for name in experiments.EXPERIMENTS},
 } | reproduced()
 

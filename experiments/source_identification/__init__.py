@@ -13,6 +13,7 @@ from experiments.source_identification.ranking import ranks
 from experiments.source_identification.summary import (
     differences,
     headline,
+    influence,
     points,
     summarise,
     table,
@@ -46,6 +47,9 @@ def parts(size: str) -> dict[str, Settings]:
             found["pretrain-gpt"] = small | {"pretrain": learnt, "task": "pretrain"}
             found["gpt-pretrained"] = small | {"pretrain": learnt, "task": "values"}
             found["gpt-points"] = small | {"task": "points", "estimators": list(scores.POINTS)}
+            found["gpt-influence"] = small | {
+                "task": "influence", "estimators": list(scores.INFLUENCE)
+            }  # fmt: skip
         return found
     distil = common | {"model": "distilgpt2"}
     english = distil | TUNED | {"pretrain": PRETRAIN}
@@ -72,6 +76,11 @@ def parts(size: str) -> dict[str, Settings]:
         "candidates": 1_000, "sources": 90, "task": "points", "batch": 16, "shard": [1, 3],
         "estimators": list(scores.POINTS),
     }  # fmt: skip
+    for candidates, batch in ((10_000, 64), (1_000, 16)):  # what would be without the source?
+        found[f"smollm2-135m-{candidates}-influence"] = runs["smollm2-135m"][0] | {
+            "candidates": candidates, "sources": 90, "task": "influence", "batch": batch,
+            "shard": [1, 6], "estimators": list(scores.INFLUENCE),
+        }  # fmt: skip
     for candidates in (10_000, 1_000):  # last: on a machine with a GPU bm25s may be missing
         sizes = {"candidates": candidates, "sources": 90}
         found[f"bm25-{candidates}"] = common | sizes | {"task": "bm25"}
@@ -94,7 +103,7 @@ def measure(settings: Settings, context: Context) -> dict[str, Any]:
     if settings["task"] == "pretrain":
         loss = scores.mean_loss(model, candidates)
         return {"task": "pretrain", "loss": loss} | language.learnt
-    if settings["task"] == "points":
+    if settings["task"] in ("points", "influence"):
         values, counts = scores.along_the_run(model, candidates, queries, settings, context)
         return result | counts | {"ranks": {e: ranks(x, sources) for e, x in values.items()}}
     before = [scores.mean_loss(model, x) for x in (candidates, queries)]
@@ -130,6 +139,7 @@ EXPERIMENT = Experiment(
         "reproduce-source-identification-unfinished": unfinished,
         "reproduce-source-identification-differences": differences,
         "reproduce-source-identification-points": points,
+        "reproduce-source-identification-influence": influence,
     },
     figures={
         "reproduce-source-identification.png": drawn_by("experiments.source_identification.figure")

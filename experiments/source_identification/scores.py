@@ -16,6 +16,7 @@ from experiments.source_identification.texts import Problem
 
 ESTIMATORS = ("sgd", "tangent", "secant")
 POINTS = ("tangent", "tangent+midpoint", "secant+current", "secant")  # either map at either point
+INFLUENCE = ("tangent", "secant", "influence")  # and `inrun.ask` after the run
 Rows = tuple[Tensor, ...]  # tokens and how many count: models.LanguageModel.rows
 WATCHED: dict[str, Any] = {"loss": loss, "audit_every": 0, "training": "fast"}
 
@@ -50,7 +51,27 @@ def along_the_run(
             found[e] = summed(run, history, N)
             found[f"{e}, later"] = summed(run, history[history["step"] > 0], N)
         counts = {"steps": len(order), "void": voided(run)}
+    if "influence" in estimators:
+        found["ask"] = asked(run, model, candidates, queries)
     return found, counts
+
+
+def asked(
+    run: inrun.Run, model: nn.Module, candidates: Rows, queries: Rows, batch: int = 64
+) -> np.ndarray:
+    """``inrun.ask``: one pass over the candidates for all queries."""
+
+    def halved(model: nn.Module, rows: Rows) -> Tensor:
+        with half(rows[0].device):
+            return loss(model, rows)
+
+    parts = torch.arange(len(candidates[0])).split(batch)
+    data = ((i.tolist(), tuple(x[i.to(x.device)] for x in candidates)) for i in parts)
+    names = targets(queries)
+    found = inrun.ask(
+        model, data, {k: v[0] for k, v in names.items()}, run=run, loss=halved, memory_limit=10**11
+    )
+    return found.sort_values("id")[list(names)].to_numpy(np.float64)
 
 
 def after_the_run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from experiments.common.markdown import heading, row
 from experiments.common.parts import Results
 from experiments.common.statistics import interval
-from experiments.source_identification.scores import POINTS
+from experiments.source_identification.scores import INFLUENCE, POINTS
 from experiments.source_identification.texts import CATEGORIES
 
 METHODS = {
@@ -18,6 +19,7 @@ METHODS = {
     "secant": "secant (inrun)",
 }  # fmt: skip
 LATER = tuple(f"{e}, later" for e in ("sgd", "tangent", "secant"))  # without the first step
+ASKED = (*INFLUENCE, "ask")
 PAIRS = (("tangent", "sgd"), ("secant", "sgd"), ("secant", "tangent"))
 PAPER = {  # average ranks by candidates and category: BM25, IF-proxy, in-run SGD, in-run Adam
     10_000: {
@@ -48,17 +50,18 @@ def summarise(results: Results) -> dict[str, Any]:
     lexical = [r for r in results.values() if r["task"] == "bm25"]
     found = {name: one(shards, lexical) for name, shards in runs.items()}
     pretrained = {n: r for n, r in results.items() if r["task"] == "pretrain"}
-    apart = {n: by_point(r) for n, r in results.items() if r["task"] == "points"}
-    return {"runs": found, "pretrained": pretrained, "points": apart}
+    apart = {n: by_method(r, POINTS) for n, r in results.items() if r["task"] == "points"}
+    without = {n: by_method(r, ASKED) for n, r in results.items() if r["task"] == "influence"}
+    return {"runs": found, "pretrained": pretrained, "points": apart, "influence": without}
 
 
-def by_point(result: dict[str, Any]) -> dict[str, Any]:
-    """Average ranks of both maps at both points of the step."""
+def by_method(result: dict[str, Any], methods: Sequence[str]) -> dict[str, Any]:
+    """Average ranks of these methods in one run."""
     ranks = flat(result)
     return {
         "candidates": result["candidates"],
         "categories": {
-            c: {m: places([(s, r) for s, k, of, r in ranks if (k, of) == (c, m)]) for m in POINTS}
+            c: {m: places([(s, r) for s, k, of, r in ranks if (k, of) == (c, m)]) for m in methods}
             for c in CATEGORIES
         },
     }
@@ -194,6 +197,19 @@ def points(committed: dict[str, Any]) -> str:
                 cells = (rank(found[e]) for e in POINTS)
                 lines.append(row(size, named(name, run), CATEGORIES[category], *cells))
     return "\n".join(lines)
+
+
+def influence(committed: dict[str, Any]) -> str:
+    """What would be without the source, in the run and asked after it, beside values."""
+    lines = heading("size", "run, candidates", "scenario", *ASKED)
+    for size, data in committed.items():
+        for name, run in data["summary"].get("influence", {}).items():
+            for category, found in run["categories"].items():
+                cells = (rank(found[m]) for m in ASKED)
+                lines.append(row(size, named(name, run), CATEGORIES[category], *cells))
+    if len(lines) > 2:
+        return "\n".join(lines)
+    return "*Not measured yet: `inrun reproduce source-identification` fills this table.*"
 
 
 def gain(cell: dict[str, Any]) -> str:

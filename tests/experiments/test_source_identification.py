@@ -43,6 +43,13 @@ def test_finds_the_sources_and_stands_beside_the_paper(tmp_path):
         for e in ("tangent", "secant"):  # at their own points: the same run once more
             assert at[e] == runs["gpt"]["categories"][category]["methods"][e]
     assert at["secant"] != at["secant+current"] and at["tangent"] != at["tangent+midpoint"]
+    (without,) = found["summary"]["influence"].values()
+    for category, by in without["categories"].items():
+        assert list(by) == ["tangent", "secant", "influence", "ask"]
+        for e in ("tangent", "secant"):  # influence beside them does not change them
+            assert by[e] == runs["gpt"]["categories"][category]["methods"][e]
+        if category in ("exact", "partial_same"):
+            assert by["influence"]["rank"]["mean"] < 5 and by["ask"]["rank"]["mean"] < 5
     (known,) = found["summary"]["pretrained"].values()
     assert known["characters"] == 20_000 and known["tokens"] > 1_000 and known["steps"] > 0
     (weights,) = (tmp_path / "weights").glob("gpt-*.pt")

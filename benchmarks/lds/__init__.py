@@ -1,0 +1,1 @@
+"""Which credit predicts what retraining on half of the data does? ``python -m benchmarks.lds``."""

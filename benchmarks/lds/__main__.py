@@ -1,0 +1,199 @@
+"""Which credit predicts what retraining on half of the data does?
+
+    python -m benchmarks.lds [PROBLEM ...] [--device cuda] [--data DIR] [--out FILE.json]
+
+LDS of a credit: mean over queries of Spearman's correlation between the sum of the credits of a
+random half of the training data and the query's real loss (with the sign turned) after retraining
+on that half from fresh weights in a fresh order, mean over several seeds. Every credit is computed
+for two runs: LDS is their mean, and their agreement is reported beside it. Outcomes of retrainings
+are kept in --cache, so that methods can be scored again without training again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+from benchmarks.lds import gradients, inside, measures, ours, removal, rivals
+from benchmarks.lds.credit import Credit, Method
+from benchmarks.lds.problems import NAMES, Problem, problem
+from benchmarks.lds.retrain import halves, outcomes
+from inrun.bench.machine import commit, hardware, versions
+
+INSIDE: tuple[Method, ...] = (
+    inside.secant, inside.carry, inside.influence, inside.ask,
+)  # fmt: skip
+BESIDE: tuple[Method, ...] = (inside.ask, inside.beside)  # where a run takes long
+OURS: tuple[Method, ...] = (ours.ekfac_at_end, ours.trak, ours.graddot, ours.tracin)
+EXPLORED = ("secant", "influence", "ask", "TRAK", "EK-FAC")  # what is asked about removal, too
+ADDED = ("methods", "failed", "brittleness", "tail_patch")  # what single methods add to
+
+
+def chosen(given: Problem, args: argparse.Namespace) -> list[Method]:
+    """All methods for the problem, or those that are named."""
+    methods = [*(BESIDE if given.device.type == "cuda" else INSIDE), *OURS]
+    if given.classifies and not args.no_rivals:
+        methods += [m for many in rivals.LIBRARIES.values() for m in many]
+    if args.methods:
+        methods = [m for m in methods if m.__name__ in args.methods.split(",")]
+    return methods
+
+
+def credits_of(
+    given: Problem, seed: int, training: gradients.Training, methods: list[Method],
+    until: float | None,
+) -> tuple[dict[str, Credit], dict[str, str]]:  # fmt: skip
+    """Credits of one run by the name of the method, and why others have none."""
+    found: dict[str, Credit] = {}
+    failed: dict[str, str] = {}
+    for method in methods:
+        if until is not None and time.monotonic() > until:
+            failed[method.__name__] = "no time left"
+            continue
+        try:
+            new = method(given, seed, training)
+        except Exception as error:  # another library, or one that is not installed
+            text = str(error).splitlines()
+            failed[method.__name__] = f"{type(error).__name__}: {text[0] if text else ''}"
+            print(f"  run {seed}: {method.__name__} failed: {failed[method.__name__]}", flush=True)
+            continue
+        found |= new
+        for name, credit in new.items():
+            print(f"  run {seed}: {name}, {credit.seconds:.1f} s", flush=True)
+    return found, failed
+
+
+def measured(given: Problem, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Everything about one problem; again after each run, so that little is lost."""
+    begun = time.monotonic()
+    until = None if args.seconds is None else begun + args.seconds
+    half_time = None if args.seconds is None else begun + 0.4 * args.seconds
+    masks = halves(given.examples, args.subsets)
+    losses, seconds = outcomes(
+        given, masks, args.repeats, args.cache, args.together, until=half_time
+    )
+    gradients.plain_seconds(given, 0)  # what is slow only once
+    plain = gradients.plain_seconds(given, 0)
+    truth, every, failed = losses.mean(0), {}, {}
+    result = {
+        "examples": given.examples, "queries": truth.shape[1], "subsets": len(masks),
+        "repeats": len(losses), "steps": len(given.order(torch.arange(given.examples), 0)),
+        "plain_seconds": plain, "retraining_seconds": seconds,
+        "ceiling": measures.ceiling(losses),
+        "parameters": sum(w.numel() for w in given.make(0).parameters()),
+    }  # fmt: skip
+    print(
+        f"{given.name}: {len(losses)} × {len(masks)} retrainings, {result['ceiling']}", flush=True
+    )
+    for seed in range(args.runs):
+        training = gradients.train(given, seed, ours.CHECKPOINTS)
+        found, missing = credits_of(given, seed, training, chosen(given, args), until)
+        failed |= missing
+        for name, credit in found.items():
+            every.setdefault(name, []).append(credit)
+        rows = {name: row(given, credits, masks, truth, plain, args.draws)
+                for name, credits in every.items()}  # fmt: skip
+        more = {}
+        if seed == 0 and args.removals:
+            more = further(given, training, {n: c.values for n, c in found.items()}, args)
+        result |= more
+        yield result | {"methods": rows, "failed": failed}
+
+
+def row(
+    given: Problem, credits: list[Credit], masks: Tensor, truth: Tensor, plain: float, draws: int
+) -> dict[str, Any]:
+    values = [c.values for c in credits]
+    return {
+        "lds": measures.lds(values, masks, truth, draws),
+        "agreement": measures.agreement(values),
+        "auroc": measures.auroc(values[0], given.spoilt),
+        "trainings": min(c.trainings(plain) for c in credits),
+        "runs": len(credits),
+        "commit": commit(),  # methods may be added to a result later
+    }
+
+
+def further(
+    given: Problem, training: gradients.Training, asked: dict[str, Tensor], args: argparse.Namespace
+) -> dict[str, Any]:
+    asked = {n: c for n, c in asked.items() if any(w in n for w in EXPLORED)}
+    share, queries = given.examples // 20, min(args.removals, len(given.queries[0]))
+    return {
+        "brittleness": removal.brittleness(given, asked, share, queries, args.removal_seeds),
+        "tail_patch": removal.tail_patch(given, training, asked, 10),
+    }
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("problems", nargs="*", default=list(NAMES), metavar="PROBLEM")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--data", type=Path, help="folder with wikitext-2, sst2 and weights")
+    parser.add_argument("--cache", type=Path, help="folder for the outcomes of retrainings")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--subsets", type=int, default=100)
+    parser.add_argument("--repeats", type=int, default=6, help="seeds of each retraining")
+    parser.add_argument("--together", type=int, default=100, help="retrainings side by side")
+    parser.add_argument("--runs", type=int, default=2, help="trainings that credits come from")
+    parser.add_argument("--draws", type=int, default=200, help="of the bootstrap")
+    parser.add_argument("--removals", type=int, default=0, help="queries to remove rows for")
+    parser.add_argument("--removal-seeds", type=int, default=2)
+    parser.add_argument("--scale", type=float, default=1.0, help="below 1: a try at small size")
+    parser.add_argument("--methods", help="only these functions, comma-separated; added to --out")
+    parser.add_argument("--no-rivals", action="store_true", help="leave other libraries out")
+    parser.add_argument("--seconds", type=float, help="of a problem, then begin nothing new")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    place = "h200" if device.type == "cuda" else "cpu"
+    out = args.out or ROOT / "benchmarks/results" / f"lds-{place}.json"
+    for name in args.problems:
+        given = problem(name, device, args.data, args.scale)
+        for result in measured(given, args):
+            now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            result |= {"date": now, "commit": commit(), "hardware": hardware(device),
+                       "versions": versions() | rivals.versions()}  # fmt: skip
+            save(out, name, result, bool(args.methods))
+        for method, found in result["methods"].items():
+            print(f"{name}: {method}: {found['lds']['mean']:.3f}", flush=True)
+
+
+def merged(known: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Two results, the new one's entries above the others'."""
+    both = {k: known[k] | new[k] for k in ("rise", "drop") if k in known and k in new}
+    return known | new | both
+
+
+def save(out: Path, name: str, result: dict[str, Any], added: bool) -> None:
+    """``added``: single methods beside those that are there already."""
+    whole = json.loads(out.read_text()) if out.exists() else {"problems": {}}
+    known = whole["problems"].get(name)
+    if added and known:
+        same = all(known[k] == result[k] for k in ("examples", "subsets", "repeats", "queries"))
+        if not same:
+            raise ValueError(f"{out} holds {name} in another size: choose another --out")
+        result = known | {k: merged(known.get(k, {}), result.get(k, {})) for k in ADDED}
+    whole["problems"][name] = result
+    out.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

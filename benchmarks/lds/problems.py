@@ -1,0 +1,237 @@
+"""The problems: a model, training rows and queries, small enough to be trained some hundred times.
+
+A problem is a plain PyTorch training: AdamW, a constant learning rate, batches of one size, no
+dropout. "noisy" has 10 % of the labels flipped, or of the texts shuffled.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from experiments.common import encoder, models, pretrained, tasks
+
+Batch = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``losses(model, batch)`` is one number per row. A training minimises their mean over a batch;
+    the outcome of a retraining is the loss of each query."""
+
+    name: str
+    make: Callable[[int], nn.Module]  # from a seed: weights before the training
+    losses: Callable[[nn.Module, Batch], Tensor]  # [B]
+    train: Batch
+    queries: Batch
+    batch: int
+    epochs: int
+    lr: float
+    spoilt: Tensor | None = None  # which training rows are noise [N]
+    classifies: bool = False  # model(x) are logits: what other libraries can read
+    chunk: int | None = None  # rows of which per-example gradients are formed at a time
+
+    @property
+    def examples(self) -> int:
+        return len(self.train[0])
+
+    @property
+    def device(self) -> torch.device:
+        return self.train[0].device
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return self.losses(model, batch).mean()
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=self.lr, weight_decay=0.01)
+
+    def order(self, rows: Tensor, seed: int) -> list[Tensor]:
+        """Batches of whole size over ``epochs`` shuffled passes over these rows; the rows that are
+        left at the end of one pass come first in the next."""
+        generator = torch.Generator().manual_seed(1000 + seed)
+        passes = [rows[torch.randperm(len(rows), generator=generator)] for _ in range(self.epochs)]
+        steps = torch.cat(passes)
+        return list(steps[: len(steps) // self.batch * self.batch].split(self.batch))
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def next_token(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean over the tokens of each row."""
+    (ids,) = batch
+    logits = model(ids)[:, :-1]
+    found = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return found.view(ids.shape[0], -1).mean(1)
+
+
+def seeded(build: Callable[[], nn.Module], device: torch.device) -> Callable[[int], nn.Module]:
+    def make(seed: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return build().to(device, torch.float32)
+
+    return make
+
+
+def flipped(labels: Tensor, share: float, classes: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Labels with a random share of them changed to another, and which."""
+    rng = np.random.default_rng(seed)
+    which = torch.from_numpy(rng.random(len(labels)) < share)
+    other = torch.from_numpy(rng.integers(1, classes, len(labels)))
+    return torch.where(which, (labels + other) % classes, labels), which
+
+
+def digits(kind: str, noisy: bool, device: torch.device, scale: float = 1.0) -> Problem:
+    """scikit-learn's digits: an MLP of 128 units or a small ConvNet, 10 epochs."""
+    x, y = tasks.digits(torch.float32)
+    order = torch.from_numpy(np.random.default_rng(0).permutation(len(x)))
+    n, asked = int(1000 * scale), int(60 * scale)
+    x, y = x[order][: n + asked], y[order][: n + asked]
+    labels, spoilt = flipped(y[:n], 0.1 if noisy else 0.0, 10, 1)
+    build = models.convnet if kind == "convnet" else lambda: models.mlp(128)
+    return Problem(
+        f"digits-{kind}" + ("-noisy" if noisy else ""), seeded(build, device), cross_entropy,
+        (x[:n].to(device), labels.to(device)), (x[n:].to(device), y[n:].to(device)),
+        batch=50 if scale == 1 else 10, epochs=10, lr=3e-3, spoilt=spoilt.to(device),
+        classifies=True,
+    )  # fmt: skip
+
+
+def byte_gpt(noisy: bool, device: torch.device, data: Path | None, scale: float = 1.0) -> Problem:
+    """Four pieces of each of 150 paragraphs of WikiText-2 to learn, one more of the first 40 to be
+    asked about; a GPT of two layers over bytes, 8 epochs."""
+    rng = np.random.default_rng(0)
+    text = paragraphs(data, 300)
+    groups = rng.permutation(len(text))[: int(150 * scale)]
+    codes = [[min(b, 127) for b in text[g].encode("ascii", "replace")] for g in groups]
+    rows = torch.tensor([c[s : s + 49] for c in codes for s in (0, 50, 100, 150)])
+    queries = torch.tensor([c[205:254] for c in codes[: int(40 * scale)]])
+    spoilt = torch.zeros(len(rows), dtype=torch.bool)
+    if noisy:
+        spoilt[torch.from_numpy(rng.permutation(len(rows))[: len(rows) // 10])] = True
+        for i in spoilt.nonzero()[:, 0].tolist():
+            rows[i] = rows[i][torch.from_numpy(rng.permutation(49))]
+    build = lambda: models.Transformer(128, 64, 2, 4, 49)  # noqa: E731
+    return Problem(
+        "byte-gpt" + ("-noisy" if noisy else ""), seeded(build, device), next_token,
+        (rows.to(device),), (queries.to(device),), batch=30 if scale == 1 else 10, epochs=8,
+        lr=2e-3, spoilt=spoilt.to(device),
+    )  # fmt: skip
+
+
+def paragraphs(data: Path | None, characters: int) -> list[str]:
+    """Paragraphs of WikiText-2's training text of at least so many characters; without data, of
+    CPython's documentation."""
+    if data is None:
+        found = [" ".join(x.split()) for x in tasks.running_text(None, 10**7).split("\n\n")]
+    else:
+        file = data / "wikitext-2" / "wiki.train.tokens"
+        found = [x.strip() for x in file.read_text("utf-8").split("\n")]
+    return [x for x in found if len(x) > characters and not x.startswith("=")]
+
+
+def sst2(noisy: bool, device: torch.device, data: Path | None, scale: float = 1.0) -> Problem:
+    """MiniLM-L6 with a fresh head, fine-tuned on 1,000 sentences of SST-2 for 3 epochs; queries are
+    sentences of the development set. Without its weights a small encoder reads CPython's
+    documentation."""
+    n, asked = int(1000 * scale), int(50 * scale)
+    where = encoder.folder(data)
+    if data is None or where is None:
+        ids, labels = encoder.passages(24)
+        used, (ids,) = encoder.narrowed(ids)
+        base, lr, asks = encoder.small(len(used), 0), 3e-3, (ids[n:], labels[n:])
+    else:
+        (train, labels), (dev, other) = encoder.sst2(data, where, 48)
+        order = torch.from_numpy(np.random.default_rng(0).permutation(len(train)))[:n]
+        ids, labels = train[order], labels[order]
+        used, (ids, dev) = encoder.narrowed(ids, dev[:asked])
+        base, lr, asks = encoder.pretrained(where, used, 0), 5e-5, (dev, other)
+    pretrained.without_dropout(base)
+    y, spoilt = flipped(labels[:n], 0.1 if noisy else 0.0, 2, 1)
+
+    def make(seed: int) -> nn.Module:
+        model = copy.deepcopy(base)
+        drawn = torch.randn(base.model.classifier.weight.shape, generator=seed_of(seed)) * 0.02
+        with torch.no_grad():
+            model.model.classifier.weight.copy_(drawn)
+        return model.to(device, torch.float32)
+
+    return Problem(
+        "sst2" + ("-noisy" if noisy else ""), make, cross_entropy,
+        (ids[:n].to(device), y.to(device)), tuple(x[:asked].to(device) for x in asks),
+        batch=20 if scale == 1 else 10, epochs=3, lr=lr, spoilt=spoilt.to(device),
+        chunk=50,
+    )  # fmt: skip
+
+
+def seed_of(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Causal(nn.Module):
+    """Tokens to logits. The causal mask is given whole, so that no code of the model depends on the
+    data: it runs under ``torch.vmap``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        T = ids.shape[1]
+        lowest = torch.finfo(torch.float32).min
+        hidden = torch.full((T, T), lowest, device=ids.device).triu(1)[None, None]
+        places = torch.arange(T, device=ids.device)[None]
+        return self.model(
+            input_ids=ids, attention_mask=hidden, position_ids=places, use_cache=False
+        ).logits
+
+
+def smollm2(device: torch.device, data: Path | None, scale: float = 1.0) -> Problem:
+    """SmolLM2-135M fine-tuned for 2 epochs on two pieces of 64 tokens of each of 200 paragraphs of
+    WikiText-2; queries are the third pieces of the first 30."""
+    model, tokenizer = pretrained.causal("smollm2-135m", data)
+    model.set_attn_implementation("eager")
+    rng = np.random.default_rng(0)
+    text = [x for x in paragraphs(data, 900) if len(x) < 4000]
+    codes = []
+    for g in rng.permutation(len(text)):
+        found = tokenizer(text[g])["input_ids"]
+        if len(found) >= 192:
+            codes.append(found[:192])
+        if len(codes) == int(200 * scale):
+            break
+    whole = torch.tensor(codes).view(len(codes), 3, 64)
+    base = Causal(model).to(device)
+    return Problem(
+        "smollm2", lambda seed: copy.deepcopy(base), next_token,
+        (whole[:, :2].reshape(-1, 64).to(device),), (whole[: int(30 * scale), 2].to(device),),
+        batch=16 if scale == 1 else 4, epochs=2, lr=5e-5, chunk=16,
+    )  # fmt: skip
+
+
+NAMES = ("digits-mlp", "digits-mlp-noisy", "digits-convnet", "digits-convnet-noisy", "byte-gpt",
+         "byte-gpt-noisy", "sst2", "sst2-noisy", "smollm2")  # fmt: skip
+
+
+def problem(name: str, device: torch.device, data: Path | None, scale: float = 1.0) -> Problem:
+    """``scale`` below 1 for tests."""
+    noisy = name.endswith("-noisy")
+    kind = name.removesuffix("-noisy")
+    if name not in NAMES:
+        raise ValueError(f"there is no problem {name!r}: use {', '.join(NAMES)}")
+    if kind.startswith("digits-"):
+        return digits(kind.removeprefix("digits-"), noisy, device, scale)
+    if kind == "byte-gpt":
+        return byte_gpt(noisy, device, data, scale)
+    if kind == "sst2":
+        return sst2(noisy, device, data, scale)
+    return smollm2(device, data, scale)

@@ -1,0 +1,277 @@
+"""Other libraries, called as their documentation says, on problems that classify: dattri,
+kronfluence, traker and captum. One that is not installed or fails is named in the results.
+
+Their credits are of one trained model (TracInCP: of its checkpoints), and their defaults are kept
+where there are any; a choice of ours is in the name of the method.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.lds.credit import Credit
+from benchmarks.lds.gradients import Training
+from benchmarks.lds.ours import CHECKPOINTS, end
+from benchmarks.lds.problems import Problem
+
+PROJECTED = 4096
+DAMPING = 1e-2
+
+
+def loaders(problem: Problem, rows: int = 100) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    return (DataLoader(TensorDataset(*problem.train), rows),
+            DataLoader(TensorDataset(*problem.queries), rows))  # fmt: skip
+
+
+def credited(name: str, work: Callable[[], Tensor], problem: Problem) -> dict[str, Credit]:
+    """``work`` returns [N, Q]; what it prints is not shown."""
+    begun = time.perf_counter()
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        values = work().detach().double().cpu()
+    seconds = time.perf_counter() - begun
+    expected = (problem.examples, len(problem.queries[0]))
+    if values.shape != expected:
+        raise ValueError(f"{name} returned {tuple(values.shape)} instead of {expected}")
+    return {name: Credit(values, seconds)}
+
+
+def one_row(problem: Problem, model: nn.Module) -> Callable[..., Tensor]:
+    """The loss of one row as dattri wants it: of parameters and a row without its batch."""
+
+    def loss(weights: dict[str, Tensor], row: tuple[Tensor, Tensor]) -> Tensor:
+        out = torch.func.functional_call(model, weights, (row[0][None],))
+        return F.cross_entropy(out, row[1][None])
+
+    return loss
+
+
+def log_odds(loss: Tensor) -> Tensor:
+    return -loss - torch.log1p(-torch.exp(-loss) + 1e-7)
+
+
+def dattri_trak(problem: Problem, seed: int, training: Training) -> dict[str, Credit]:
+    from dattri.algorithm.trak import TRAKAttributor
+    from dattri.task import AttributionTask
+
+    loss = one_row(problem, training.model)
+    task = AttributionTask(
+        lambda w, row: log_odds(loss(w, row)), training.model, dict(end(training))
+    )
+    train, queries = loaders(problem)
+
+    def work() -> Tensor:
+        found = TRAKAttributor(
+            task, lambda w, row: torch.exp(-loss(w, row)),
+            projector_kwargs={"proj_dim": PROJECTED, "device": str(problem.device)},
+            device=str(problem.device), regularization=1.0,
+        )  # fmt: skip
+        found.cache(train)
+        return found.attribute(queries)
+
+    return credited(f"dattri TRAK, {PROJECTED} dimensions", work, problem)
+
+
+def dattri_tracin(problem: Problem, seed: int, training: Training) -> dict[str, Credit]:
+    from dattri.algorithm.tracin import TracInAttributor
+    from dattri.task import AttributionTask
+
+    kept = _checkpoints(training)
+    task = AttributionTask(one_row(problem, training.model), training.model, kept)
+    train, queries = loaders(problem)
+
+    def work() -> Tensor:
+        rates = torch.full((len(kept),), problem.lr)
+        found = TracInAttributor(
+            task, weight_list=rates, normalized_grad=False, device=str(problem.device)
+        )
+        return found.attribute(train, queries)
+
+    return credited(f"dattri TracIn, {len(kept)} checkpoints", work, problem)
+
+
+def dattri_ekfac(problem: Problem, seed: int, training: Training) -> dict[str, Credit]:
+    from dattri.algorithm.influence_function import IFAttributorEKFAC
+    from dattri.task import AttributionTask
+
+    def loss(weights: dict[str, Tensor], rows: tuple[Tensor, Tensor]) -> Tensor:
+        out = torch.func.functional_call(training.model, weights, (rows[0],))
+        return F.cross_entropy(out, rows[1])
+
+    task = AttributionTask(loss, training.model, dict(end(training)))
+    train, queries = loaders(problem)
+
+    def work() -> Tensor:
+        found = IFAttributorEKFAC(task, device=str(problem.device), damping=DAMPING)
+        found.cache(train)
+        return found.attribute(train, queries)
+
+    return credited(f"dattri EK-FAC, linear layers, damping {DAMPING:g}", work, problem)
+
+
+def dattri_cg(problem: Problem, seed: int, training: Training) -> dict[str, Credit]:
+    from dattri.algorithm.influence_function import IFAttributorCG
+    from dattri.task import AttributionTask
+
+    def loss(weights: dict[str, Tensor], rows: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = rows
+        if y.ndim == 0:
+            x, y = x[None], y[None]
+        return F.cross_entropy(torch.func.functional_call(training.model, weights, (x,)), y)
+
+    task = AttributionTask(loss, training.model, dict(end(training)))
+    train, queries = loaders(problem, 1000)
+
+    def work() -> Tensor:
+        found = IFAttributorCG(
+            task, device=str(problem.device), max_iter=10, regularization=DAMPING
+        )
+        found.cache(train)
+        return found.attribute(train, queries)
+
+    return credited(f"dattri IF, conjugate gradients, damping {DAMPING:g}", work, problem)
+
+
+def kronfluence_ekfac(problem: Problem, seed: int, training: Training) -> dict[str, Credit]:
+    from kronfluence.analyzer import Analyzer, prepare_model
+    from kronfluence.arguments import FactorArguments
+    from kronfluence.task import Task
+
+    class Classify(Task):
+        def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
+            out = model(batch[0])
+            y = batch[1]
+            if sample:
+                y = torch.multinomial(out.detach().softmax(-1), 1).flatten()
+            return F.cross_entropy(out, y, reduction="sum")
+
+        def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
+            return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+    model = problem.make(seed)
+    model.load_state_dict(end(training))
+
+    def work() -> Tensor:
+        task = Classify()
+        with tempfile.TemporaryDirectory() as folder:
+            analyzer = Analyzer(
+                "lds", prepare_model(model, task), task, cpu=problem.device.type == "cpu",
+                output_dir=folder, disable_tqdm=True,
+            )  # fmt: skip
+            train, queries = TensorDataset(*problem.train), TensorDataset(*problem.queries)
+            analyzer.fit_all_factors(
+                "factors", train, 100, factor_args=FactorArguments(strategy="ekfac")
+            )
+            analyzer.compute_pairwise_scores("scores", "factors", queries, train, 100, 100)
+            return analyzer.load_pairwise_scores("scores")["all_modules"].T
+
+    return credited("kronfluence EK-FAC", work, problem)
+
+
+def traker_trak(problem: Problem, seed: int, training: Training) -> dict[str, Credit]:
+    from trak import TRAKer
+    from trak.projectors import BasicProjector, ProjectionType
+
+    model = problem.make(seed)
+    model.load_state_dict(end(training))
+    parameters = sum(w.numel() for w in model.parameters())
+
+    def work() -> Tensor:
+        with tempfile.TemporaryDirectory() as folder:
+            projector = BasicProjector(
+                parameters, PROJECTED, 0, ProjectionType.rademacher, problem.device, block_size=100,
+            )  # fmt: skip
+            traker = TRAKer(
+                model, "image_classification", problem.examples, folder, device=problem.device,
+                projector=projector, proj_dim=PROJECTED, use_half_precision=False,
+                lambda_reg=1.0,
+            )  # fmt: skip
+            train, queries = loaders(problem)
+            traker.load_checkpoint(model.state_dict(), model_id=0)
+            for batch in train:
+                traker.featurize(batch, num_samples=len(batch[0]))
+            traker.finalize_features()
+            asked = len(problem.queries[0])
+            traker.start_scoring_checkpoint("queries", model.state_dict(), 0, num_targets=asked)
+            for batch in queries:
+                traker.score(batch, num_samples=len(batch[0]))
+            # without a GPU there is no memory to pin, and traker 0.3.2 does not ask
+            unpinned = mock.patch.object(Tensor, "pin_memory", lambda x: x)
+            with unpinned if problem.device.type == "cpu" else contextlib.nullcontext():
+                return torch.as_tensor(traker.finalize_scores("queries")).clone()
+
+    return credited(f"traker TRAK, {PROJECTED} dimensions", work, problem)
+
+
+def captum_tracin(problem: Problem, seed: int, training: Training) -> dict[str, Credit]:
+    from captum.influence import TracInCP
+
+    kept, model = _checkpoints(training), problem.make(seed)
+
+    def load(module: nn.Module, path: str) -> float:
+        module.load_state_dict(torch.load(path, weights_only=True))
+        return 1.0
+
+    def work() -> Tensor:
+        with _saved(kept) as paths:
+            found = TracInCP(
+                model, TensorDataset(*problem.train), paths, checkpoints_load_func=load,
+                loss_fn=nn.CrossEntropyLoss(reduction="sum"), batch_size=100,
+                sample_wise_grads_per_batch=True,
+            )  # fmt: skip
+            return found.influence(problem.queries).T
+
+    return credited(f"captum TracInCP, {len(kept)} checkpoints", work, problem)
+
+
+def _checkpoints(training: Training) -> list[dict[str, Tensor]]:
+    last = max(training.weights)
+    wanted = [(k + 1) * last // CHECKPOINTS for k in range(CHECKPOINTS)]
+    near = [min(training.weights, key=lambda s, t=t: abs(s - t)) for t in wanted]  # type: ignore
+    return [dict(training.weights[t]) for t in near]
+
+
+@contextlib.contextmanager
+def _saved(checkpoints: list[dict[str, Tensor]]) -> Iterator[list[str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [str(Path(folder) / f"{k}.pt") for k in range(len(checkpoints))]
+        for weights, path in zip(checkpoints, paths, strict=True):
+            torch.save(weights, path)
+        yield paths
+
+
+LIBRARIES = {
+    "dattri": (dattri_trak, dattri_tracin, dattri_ekfac, dattri_cg),
+    "kronfluence": (kronfluence_ekfac,),
+    "traker": (traker_trak,),
+    "captum": (captum_tracin,),
+}
+
+
+def versions() -> dict[str, str | None]:
+    """Of the libraries; None where one is not installed."""
+    found: dict[str, str | None] = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found

@@ -1,0 +1,175 @@
+"""The LDS benchmark: its measures against obvious versions, and a run at small size."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+from benchmarks.lds import gradients, inside, measures, ours, removal, retrain
+from benchmarks.lds.__main__ import measured, merged
+from benchmarks.lds.curvature import Curvature, Factors, ekfac
+from benchmarks.lds.problems import Problem, problem
+
+CPU = torch.device("cpu")
+
+
+def linear(seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def losses(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+@pytest.fixture
+def small() -> Problem:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 4, generator=g, dtype=torch.float64)
+    y = torch.randint(3, (16,), generator=g)
+    return Problem("small", linear, losses, (x[:12], y[:12]), (x[12:], y[12:]), 4, 2, 1e-2, chunk=5)
+
+
+def test_ranks_and_correlation_are_those_of_scipy() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    a, b = torch.randn(20, 3).round(decimals=1), torch.randn(20, 3).round(decimals=1)
+    expected = [stats.spearmanr(a[:, k], b[:, k]).statistic for k in range(3)]
+    assert measures.spearman(a, b).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_lds_of_the_outcome_itself_is_one() -> None:
+    g = torch.Generator().manual_seed(0)
+    credit, masks = torch.randn(10, 2, generator=g), retrain.halves(10, 30)
+    found = measures.lds([credit], masks, -measures.predicted(credit, masks), draws=20)
+    assert found["mean"] == pytest.approx(1) and found["low"] == pytest.approx(1)
+    turned = measures.lds([-credit], masks, -measures.predicted(credit, masks), draws=5)
+    assert turned["mean"] == pytest.approx(-1)
+
+
+def test_halves_have_half_of_the_rows() -> None:
+    masks = retrain.halves(11, 6)
+    assert masks.sum(1).tolist() == [5] * 6
+    assert len({tuple(m.tolist()) for m in masks}) == 6
+
+
+def test_retrainings_side_by_side_are_single_trainings(small: Problem, tmp_path: Path) -> None:
+    masks = retrain.halves(12, 3)
+    found, _ = retrain.outcomes(small, masks, 1, tmp_path, together=3)
+    for k, mask in enumerate(masks):
+        model = small.make(1_000_000 + k)
+        optimizer = small.optimizer(model)
+        for ids in small.order(mask.nonzero()[:, 0], 1_000_000 + k):
+            assert mask[ids].all()
+            small.loss(model, tuple(x[ids] for x in small.train)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        expected = small.losses(model, small.queries)
+        torch.testing.assert_close(found[0, k], expected.detach(), rtol=1e-9, atol=1e-9)
+    again, _ = retrain.outcomes(small, masks, 1, tmp_path, together=3)
+    assert torch.equal(again, found) and len(list(tmp_path.iterdir())) == 1
+
+
+def test_per_example_gradients_are_those_of_single_rows(small: Problem) -> None:
+    model = small.make(0)
+    found = gradients.all_rows(small, model, gradients.weights_of(model), small.train)
+    for i in range(small.examples):
+        loss = small.losses(model, tuple(x[i : i + 1] for x in small.train)).sum()
+        for g, (name, _) in zip(
+            torch.autograd.grad(loss, list(model.parameters())),
+            model.named_parameters(),
+            strict=True,
+        ):
+            torch.testing.assert_close(found[name][i], g, rtol=1e-9, atol=1e-12)
+
+
+def test_ekfac_with_one_sided_identity_is_a_diagonal_and_its_inverse_is_exact(
+    small: Problem,
+) -> None:
+    """(F + λ)u = v in the basis of the eigenvectors: u is v where F is turned back."""
+    model = small.make(0)
+    weights = gradients.weights_of(model)
+    curvature = ekfac(small, model, weights, [small.train])
+    v = gradients.all_rows(small, model, weights, small.queries)
+    damping = dict.fromkeys(v, 0.1)
+    u = curvature.solve(v, damping)
+    for k in v:
+        F_ = curvature.eigenvalues[k] / curvature.examples
+        there = curvature.into({k: u[k]})[k] * (F_ + 0.1)
+        torch.testing.assert_close(there, curvature.into({k: v[k]})[k], rtol=1e-9, atol=1e-12)
+    plain = Curvature({})
+    plain.add(gradients.all_rows(small, model, weights, small.train))
+    u = plain.solve(v, damping)
+    g = gradients.all_rows(small, model, weights, small.train)["0.weight"]
+    expected = v["0.weight"] / ((g**2).mean(0) + 0.1)
+    torch.testing.assert_close(u["0.weight"], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_factors_of_a_convolution_are_those_of_its_places() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, stride=2, padding=1)).double()
+    x = torch.randn(2, 2, 5, 5, dtype=torch.float64)
+    factors = Factors(model)
+    factors.add(lambda m: m(x).pow(2).sum() / 2)  # δ is the output
+    S, A = factors.sums["0.weight"]
+    padded, out = F.pad(x, (1, 1, 1, 1)), model(x).detach()
+    a = [padded[b, :, 2 * i : 2 * i + 3, 2 * j : 2 * j + 3].flatten()
+         for b, i, j in itertools.product(range(2), range(3), range(3))]  # fmt: skip
+    d = [out[b, :, i, j] for b, i, j in itertools.product(range(2), range(3), range(3))]
+    torch.testing.assert_close(A, sum(torch.outer(z, z) for z in a), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(S, sum(torch.outer(z, z) for z in d), rtol=1e-9, atol=1e-12)
+
+
+def test_top_rows_are_removed(small: Problem) -> None:
+    credit = torch.arange(12.0)[:, None] * torch.tensor([1.0, -1.0, 1.0, 1.0])
+    assert removal.top(credit, 2).tolist() == [[11, 10], [0, 1], [11, 10], [11, 10]]
+    training = gradients.train(small, 0, ours.CHECKPOINTS)
+    found = removal.tail_patch(small, training, {"first": credit}, 2)
+    assert found["drop"].keys() == {"first"}
+    rises = removal.brittleness(small, {"first": credit}, 2, queries=3, seeds=1)
+    assert rises["rise"].keys() == {"first"} and rises["queries"] == 3
+
+
+def test_results_of_single_methods_are_added() -> None:
+    known = {"k": 3, "rise": {"a": 1, "b": 2}}
+    assert merged(known, {"k": 3, "rise": {"b": 5}}) == {"k": 3, "rise": {"a": 1, "b": 5}}
+    assert merged(known, {}) == known
+
+
+def test_a_problem_at_small_size(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    given = problem("digits-mlp-noisy", CPU, None, 0.05)
+    args = Namespace(
+        seconds=None, subsets=5, repeats=2, cache=tmp_path, together=5, runs=1, draws=5,
+        removals=0, methods="secant,ekfac_at_end,trak", no_rivals=True,
+    )  # fmt: skip
+    (result,) = measured(given, args)
+    assert not result["failed"]
+    names = {"inrun secant", "inrun secant, without the first tenth", "our EK-FAC",
+             "our TRAK, exact features"}  # fmt: skip
+    assert result["methods"].keys() == names
+    assert all(-1 <= m["lds"]["mean"] <= 1 for m in result["methods"].values())
+
+
+def test_sums_over_visits_are_the_values_of_the_run(small: Problem) -> None:
+    model, run, seconds = inside.watched(small, 0, ["secant"], inside.queries(small))
+    found = inside.sums(small, run, "secant", seconds)["inrun secant"].values
+    table = run.values("secant").sort_values("id")[["q0", "q1", "q2", "q3"]].to_numpy()
+    torch.testing.assert_close(found, torch.from_numpy(table.copy()), rtol=1e-9, atol=1e-12)
+    plain = gradients.train(small, 0)
+    for k, w in model.named_parameters():  # fast: the same up to rounding
+        torch.testing.assert_close(w.detach(), ours.end(plain)[k], rtol=1e-9, atol=1e-12)
+
+
+def test_unknown_problems_are_refused() -> None:
+    with pytest.raises(ValueError, match="there is no problem 'mnist': use digits-mlp"):
+        problem("mnist", CPU, None)
