@@ -136,20 +136,20 @@ def watch(
     optimizer, scaler = unwrapped(optimizer, scaler)
     data = named_targets(validation, targets)
     check_choices(training, form, per_step, every, smooth)
-    patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     config = Config(
         check_estimators(estimator, point), point, training, audit_every, per_step, every,
-        batch_dim, patterns, form, seed, step_together, window, smooth,
+        batch_dim, (ignore,) if isinstance(ignore, str) else tuple(ignore), form, seed,
+        step_together, window, smooth,
     )  # fmt: skip
     check_model(model)  # refuse before anything is made on disk
     watched = check_optimizers(optimizer, model, step_together, every)
     check_sharded_step(model, members_of(watched), step_together, scaler)
     world, model = World.of(model, process_group), inner_model(model)
-    replace_earlier([model, *members_of(watched)], out, overwrite)
     _check_fit(config, model, watched, world)
+    replace_earlier([model, *members_of(watched)], out, overwrite)
     validator = Validator(model, data, loss, per_step, chunk, seed, batch_dim, world, smooth)
     ledger = make_ledger(world, out, config, list(data), overwrite)
-    others = (offload, memory_limit, max_norm, scaler, overwrite, world)
+    others = offload, memory_limit, max_norm, scaler, overwrite, world
     try:
         return Run(model, watched, config, validator, ledger, *others)
     except BaseException:
