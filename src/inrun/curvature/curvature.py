@@ -27,9 +27,7 @@ SAMPLE = 4  # examples of an observed step
 ON_GPU = 1  # the same where gradients are large and steps are many
 FIRST = 32  # steps that are all observed; later one in so many:
 EVERY = {"cpu": 4, "cuda": 8}
-SMALL = (
-    2**20
-)  # numbers of a model on a CPU of which every step is observed: trials gain 0.01 of LDS
+SMALL = 2**20  # numbers of a model on a CPU that is observed in every step
 
 
 @dataclass(eq=False)
