@@ -55,7 +55,8 @@ def tracin(problem: Problem, seed: int, training: Training) -> dict[str, Credit]
 
 
 def ekfac_at_end(problem: Problem, seed: int, training: Training) -> dict[str, Credit]:
-    """EK-FAC of the trained model, damped by a tenth of each layer's mean eigenvalue."""
+    """EK-FAC of the trained model, damped by a tenth of each layer's mean eigenvalue. Biases have a
+    diagonal of their own, as in inrun; kronfluence has them inside the factors."""
     begun = time.perf_counter()
     weights, model = end(training), training.model
     parts = [rows for _, rows in chunks(problem, problem.train)]
@@ -65,7 +66,7 @@ def ekfac_at_end(problem: Problem, seed: int, training: Training) -> dict[str, C
     found = curvature.solve(asked, {k: 0.1 * x for k, x in mean.items()})
     values = scored(problem, training, weights, found)
     wait(problem)
-    return {"our EK-FAC": Credit(values, time.perf_counter() - begun)}
+    return {"our EK-FAC, biases apart": Credit(values, time.perf_counter() - begun)}
 
 
 def trak(problem: Problem, seed: int, training: Training) -> dict[str, Credit]:

@@ -15,8 +15,8 @@ TITLES = {
     "sst2": "SST-2, MiniLM", "sst2-noisy": "SST-2, MiniLM, 10 % flipped",
     "smollm2": "WikiText-2, SmolLM2-135M",
 }  # fmt: skip
-# Others' numbers on another problem: a GPT-2 fine-tuned on WikiText, as bergson's documentation
-# reports them.
+# Others' numbers on another problem: a GPT-2 fine-tuned with Adam, in the README of bergson 0.17 to
+# 0.26. That of 2.5.1 has another table.
 PUBLIC = {"MAGIC": 0.98, "SOURCE": 0.39, "EK-FAC": 0.26, "TrackStar": 0.18}
 Cell = Callable[[dict[str, Any]], str]
 
@@ -30,7 +30,12 @@ def problems(place: str) -> dict[str, Any]:
 def methods(found: dict[str, Any]) -> list[str]:
     """All methods; inrun's first, then ours, then those of other libraries."""
     names = dict.fromkeys(m for p in found.values() for m in p["methods"])
-    return sorted(names, key=lambda m: (not m.startswith("inrun"), not m.startswith("our ")))
+
+    def place(name: str) -> tuple[bool, bool, str]:
+        ours = name.startswith(("inrun", "our "))
+        return not name.startswith("inrun"), not ours, "" if ours else name
+
+    return sorted(names, key=place)
 
 
 def grid(place: str, cell: Cell, first: list[str]) -> str:
@@ -81,8 +86,9 @@ def removal(place: str) -> str:
     if not found:
         return "*Not measured yet: `python -m benchmarks.lds --removals 20` fills this table.*"
     lines = ["| | " + " | ".join(TITLES[p] for p in found) + " |", "|---" * (len(found) + 1) + "|"]
-    names = dict.fromkeys(m for p in found.values() for m in p["brittleness"]["rise"])
-    for m in names:
+    for m in methods(found):
+        if not any(m in p["brittleness"]["rise"] for p in found.values()):
+            continue
         cells = []
         for p in found.values():
             rise, drop = p["brittleness"]["rise"].get(m), p["tail_patch"]["drop"].get(m)

@@ -154,7 +154,7 @@ def test_a_problem_at_small_size(tmp_path: Path) -> None:
     )  # fmt: skip
     (result,) = measured(given, args)
     assert not result["failed"]
-    names = {"inrun secant", "inrun secant, without the first tenth", "our EK-FAC",
+    names = {"inrun secant", "inrun secant, without the first tenth", "our EK-FAC, biases apart",
              "our TRAK, exact features"}  # fmt: skip
     assert result["methods"].keys() == names
     assert all(-1 <= m["lds"]["mean"] <= 1 for m in result["methods"].values())

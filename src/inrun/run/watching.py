@@ -141,9 +141,7 @@ def watch(
         batch_dim, (ignore,) if isinstance(ignore, str) else tuple(ignore), form, seed,
         step_together, window, smooth,
     )  # fmt: skip
-    check_model(model)  # refuse before anything is made on disk
-    watched = check_optimizers(optimizer, model, step_together, every)
-    check_sharded_step(model, members_of(watched), step_together, scaler)
+    watched = _check_parts(model, optimizer, step_together, every, scaler)
     world, model = World.of(model, process_group), inner_model(model)
     _check_fit(config, model, watched, world)
     replace_earlier([model, *members_of(watched)], out, overwrite)
@@ -155,6 +153,17 @@ def watch(
     except BaseException:
         ledger.close()
         raise
+
+
+def _check_parts(
+    model: nn.Module, optimizer: Any, step_together: bool, every: int, scaler: Any
+) -> Optimizers:
+    """Refuse a model or optimizers that cannot be watched, before anything is made on disk; returns
+    the optimizers."""
+    check_model(model)
+    watched = check_optimizers(optimizer, model, step_together, every)
+    check_sharded_step(model, members_of(watched), step_together, scaler)
+    return watched
 
 
 def _check_fit(config: Config, model: nn.Module, optimizer: Optimizers, world: World) -> None:

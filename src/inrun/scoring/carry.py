@@ -239,6 +239,7 @@ class Window:
         with no_autocast(kept.device.type):  # (in the place of G: its products are not used)
             V, _ = contract(along, {k: A[0] for k, A in directions.items()}, kept.micros)
         numbers = {"values": V * kept.factor, **kept.columns.moving()}
+        numbers.pop("signals", None)  # the step's own result has them
         return Pending(numbers, partial(_result, kept.columns))
 
 
