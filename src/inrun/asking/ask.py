@@ -34,7 +34,7 @@ from inrun.scoring.estimators import DAMPING
 from inrun.scoring.received import doubts, tolerance_of
 from inrun.scoring.uses import Direction
 from inrun.tensors.autocast import no_autocast
-from inrun.torch_compat import tree_map
+from inrun.torch_compat import tree_map, uncompiled
 from inrun.validation.targets import copy_batch
 from inrun.validation.validator import Loss, Validator
 
@@ -83,7 +83,7 @@ def ask(
         A row for each id, in the order of the data: id, and a column for each question: by how much
         its loss would rise without the example, in the first order.
     """
-    model = getattr(model, "_orig_mod", model)
+    model = uncompiled(model)
     curvature, name = _curvature(run)
     params = _parameters(model, curvature)
     if tokens and (examples is None or out is not None):
