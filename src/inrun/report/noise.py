@@ -49,7 +49,7 @@ def noise(targets: Sequence[str], values: pd.DataFrame, validation: Any) -> dict
 def in_words(f: dict[str, Any]) -> str:
     """One line for ``inrun info`` and the report."""
     if f["halves_agree"] is None:
-        return "not measured: targets=inrun.halves(validation) shows it"
+        return "not measured: inrun.halves makes the targets for it"
     return (
         f"{f['steadiness']:.2f}, from two halves of the validation set whose rankings agree by "
         f"{f['halves_agree']:.2f} (Spearman)"
