@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import torch
-from small_data import digits, show, show_flipped
+from small_data import digits, show
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
@@ -162,9 +162,7 @@ def main(argv=None):
             scheduler.step()
             state = {name: part.state_dict() for name, part in parts.items()}
             torch.save({"epoch": epoch + 1, **state}, saved)
-    show(run)
-    if flipped is not None:
-        show_flipped(run, flipped)
+    show(run, flipped)
     return run
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from small_data import digits, show, show_flipped
+from small_data import digits, show
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, random_split
@@ -102,9 +102,7 @@ def main(argv=None):
             train(args, model, device, loader, optimizer, epoch, run)
             test(model, device, test_loader)
             scheduler.step()
-    show(run)
-    if flipped is not None:
-        show_flipped(run, flipped)
+    show(run, flipped)
     return run
 
 

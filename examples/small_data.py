@@ -79,12 +79,15 @@ def point_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[1]), batch[2])
 
 
-def show(run: Any, n: int = 5) -> None:
-    """The examples of lowest value, and whether the values add up."""
+def show(run: Any, flipped: np.ndarray | None = None, n: int = 5) -> None:
+    """The examples of lowest value, whether the values add up, and whether harm finds the labels
+    that were flipped, if some were."""
     values = run.values()
     print(values.nsmallest(n, "value").to_string(index=False))
     explained = run.steps()["explained"].median()  # of the steps that were audited
     print(f"{len(values)} examples, explained {explained:.1%} in the median step")
+    if flipped is not None:
+        show_flipped(run, flipped)
 
 
 def show_flipped(run: inrun.Run, flipped: np.ndarray) -> float:

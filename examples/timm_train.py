@@ -22,7 +22,7 @@ import math
 from pathlib import Path
 
 import torch
-from small_data import digits, show, show_flipped
+from small_data import digits, show
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -189,9 +189,7 @@ def main(argv=None):
             found = [validate(m, tests, device) for m in (model, ema.module)]
             rows.writerow([epoch, loss, *found])
             print(f"epoch {epoch}: loss {loss:.3f}, test {found[0]:.1f} %, EMA {found[1]:.1f} %")
-    show(run)
-    if flipped is not None:
-        show_flipped(run, flipped)
+    show(run, flipped)
     return run
 
 

@@ -168,31 +168,23 @@ def test_several_dampings_share_one_curvature():
         assert close(found[name], expected(twin, optimizer, data, val, 0.8, a))
 
 
-def test_clipping_slows_training_down_and_does_not_shrink_influence():
+@pytest.mark.parametrize(
+    ("optimizer", "keep", "loop", "options"),
+    [
+        ("sgd", 0.7, {"clip": 0.05}, {"max_norm": 0.05}),  # slower, and no smaller influence
+        ("sgd", 0.7, {"bound": 0.05}, {}),
+        ("adamw", 0.8, {"micro": 2}, {}),
+    ],
+    ids=["clipped by norm", "clipped by value", "micro-batches"],
+)
+def test_what_a_loop_does_with_gradients(optimizer, keep, loop, options):
     model, data, val = problem()
     twin = copy.deepcopy(model)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    found = watched(model, optimizer, data, val, "influence", clip=0.05, max_norm=0.05)
-    wanted = expected(twin, OPTIMIZERS["sgd"](twin.parameters()), data, val, 0.7, clip=0.05)
-    assert close(found["influence"], wanted)
-
-
-def test_clipping_by_value():
-    model, data, val = problem()
-    twin = copy.deepcopy(model)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    found = watched(model, optimizer, data, val, "influence", bound=0.05)
-    wanted = expected(twin, OPTIMIZERS["sgd"](twin.parameters()), data, val, 0.7, bound=0.05)
-    assert close(found["influence"], wanted)
-
-
-def test_micro_batches_are_one_batch():
-    model, data, val = problem()
-    twin = copy.deepcopy(model)
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    found = watched(model, optimizer, data, val, "influence", micro=2)
-    wanted = expected(twin, OPTIMIZERS["adamw"](twin.parameters()), data, val, 0.8, micro=2)
-    assert close(found["influence"], wanted)
+    make = OPTIMIZERS[optimizer]
+    found = watched(model, make(model.parameters()), data, val, "influence", **loop, **options)
+    assert close(
+        found["influence"], expected(twin, make(twin.parameters()), data, val, keep, **loop)
+    )
 
 
 def test_time_passes_in_steps_that_are_not_scored():

@@ -40,10 +40,10 @@ def cut(n):
     return list(zip(*(t.chunk(n) for t in V), strict=True))
 
 
-def train(steps=STEPS, **options):
+def train(steps=STEPS, kind=torch.optim.AdamW, lr=0.01, **options):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = kind(model.parameters(), lr=lr)
     run = inrun.watch(model, optimizer, loss=loss_of, **{"audit_every": 0} | options)
     rng = torch.Generator().manual_seed(3)
     for t in range(steps):
@@ -119,21 +119,7 @@ def obvious_smooth(keep):
 
 
 def test_a_running_mean_of_directions():
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = inrun.watch(
-        model, optimizer, validation=cut(6), loss=loss_of, estimator="sgd", smooth=0.7,
-        audit_every=0,
-    )  # fmt: skip
-    rng = torch.Generator().manual_seed(3)
-    for t in range(STEPS):
-        ids = torch.randint(0, 20, (B,), generator=rng)
-        with run.batch(list(range(t * B, (t + 1) * B))):
-            loss_of(model, (X[ids], Y[ids])).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    run.close()
+    run = train(kind=torch.optim.SGD, lr=0.1, validation=cut(6), estimator="sgd", smooth=0.7)
     np.testing.assert_allclose(of(run), obvious_smooth(0.7), rtol=1e-9, atol=1e-14)
     assert "running mean 0.7" in run._validator.described["how"]
 

@@ -86,16 +86,7 @@ def ask(
     model = uncompiled(model)
     curvature, name = _curvature(run)
     params = _parameters(model, curvature)
-    if tokens and (examples is None or out is not None):
-        raise ValueError("tokens=True is for a few examples: pass examples=N, and no out")
-    if not queries:
-        raise ValueError("ask needs at least one question: queries={'a name': batch}")
-    size = len(queries) * sum(p.numel() for p in params.values()) * 4
-    if size > memory_limit:
-        raise ValueError(
-            f"the directions of {len(queries)} questions take {size / 1e9:.1f} GB, more than "
-            f"memory_limit={memory_limit / 1e9:.1f} GB: ask fewer at a time, or raise it"
-        )
+    _refuse(queries, params, tokens, examples, out, memory_limit)
     asked = Validator(model, {k: [b] for k, b in queries.items()}, loss, 1, None, 0, batch_dim)
     asked.draw()
     try:
@@ -113,6 +104,23 @@ def ask(
             return parts.table(examples)
     finally:
         asked.close()
+
+
+def _refuse(
+    queries: Mapping[str, Any], params: Mapping[str, Tensor], tokens: bool, examples: int | None,
+    out: Any, memory_limit: int,
+) -> None:  # fmt: skip
+    """Refuse questions that cannot be answered, before the pass begins."""
+    if tokens and (examples is None or out is not None):
+        raise ValueError("tokens=True is for a few examples: pass examples=N, and no out")
+    if not queries:
+        raise ValueError("ask needs at least one question: queries={'a name': batch}")
+    size = len(queries) * sum(p.numel() for p in params.values()) * 4
+    if size > memory_limit:
+        raise ValueError(
+            f"the directions of {len(queries)} questions take {size / 1e9:.1f} GB, more than "
+            f"memory_limit={memory_limit / 1e9:.1f} GB: ask fewer at a time, or raise it"
+        )
 
 
 def _curvature(run: Any) -> tuple[Curvature, str]:

@@ -117,15 +117,7 @@ def prune(
     check_output(output, force=force)
     saved = open_run(run)
     values = saved.values(estimator)
-    wanted = round(ratio * len(values))
-    if which is Which.random:
-        known = values["id"][values["value"].notna()].to_numpy()
-        gone, how = np.random.default_rng(seed).permutation(known)[:wanted], "at random"
-    elif by in (Rule.harm, Rule.value):
-        gone, how = _ends(saved, by, which, estimator)[:wanted], f"{which.value}, by {by.value}"
-    else:
-        table = saved.suspects(estimator)
-        gone, how = table["id"].to_numpy()[removed(table, wanted, by.value)], f"by {by.value}"
+    gone, how = _to_remove(saved, values, round(ratio * len(values)), by, which, seed, estimator)
     keep = values["id"][~values["id"].isin(gone)].tolist()
     write_output(output, keeplist.write_ids(keep, output.suffix), force)
     n = len(values) - len(keep)
@@ -136,6 +128,20 @@ def prune(
         f"{n:,} of {len(values):,} examples removed ({how}); "
         f"{len(keep):,} ids to keep in {safe(output)}",
     )
+
+
+def _to_remove(
+    saved: Any, values: pd.DataFrame, n: int, by: Rule, which: Which, seed: int,
+    estimator: str | None,
+) -> tuple[np.ndarray, str]:  # fmt: skip
+    """The ids of n examples, and how they were chosen."""
+    if which is Which.random:
+        known = values["id"][values["value"].notna()].to_numpy()
+        return np.random.default_rng(seed).permutation(known)[:n], "at random"
+    if by in (Rule.harm, Rule.value):
+        return _ends(saved, by, which, estimator)[:n], f"{which.value}, by {by.value}"
+    table = saved.suspects(estimator)
+    return table["id"].to_numpy()[removed(table, n, by.value)], f"by {by.value}"
 
 
 def _ends(saved: Any, by: Rule, which: Which, estimator: str | None) -> np.ndarray:
