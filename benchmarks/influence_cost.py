@@ -67,14 +67,14 @@ class Renewals:
             Layer.renew = own  # type: ignore[method-assign]
 
 
-class OutOfTime(Exception):
+class OutOfTimeError(Exception):
     """A part has used up its time."""
 
 
 @contextmanager
 def limit(seconds: float) -> Iterator[None]:
     def stop(*_: Any) -> None:
-        raise OutOfTime
+        raise OutOfTimeError
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, max(1.0, seconds))
@@ -218,7 +218,7 @@ def main() -> None:
         try:
             with limit(min(allowed, end - time.monotonic())):
                 parts[kind] = measured(problem, kind, mode, args)
-        except OutOfTime:
+        except OutOfTimeError:
             parts[kind] = {"done": False, "message": "its time was used up"}
         except Exception as error:
             parts[kind] = {"done": False, "message": f"{type(error).__name__}: {error}"[:300]}
