@@ -35,7 +35,10 @@ from inrun.bench.machine import commit, hardware, versions
 INSIDE: tuple[Method, ...] = (
     inside.secant, inside.carry, inside.influence, inside.ask,
 )  # fmt: skip
-BESIDE: tuple[Method, ...] = (inside.ask, inside.beside)  # where a run takes long
+# where a run takes long: the cheapest first, what nothing else needs last
+ON_GPU: tuple[Method, ...] = (
+    inside.ask, ours.ekfac_at_end, ours.trak, inside.beside, ours.graddot, ours.tracin, inside.carry
+)  # fmt: skip
 OURS: tuple[Method, ...] = (ours.ekfac_at_end, ours.trak, ours.graddot, ours.tracin)
 EXPLORED = ("secant", "influence", "ask", "TRAK", "EK-FAC")  # what is asked about removal, too
 ADDED = ("methods", "failed", "brittleness", "tail_patch")  # what single methods add to
@@ -43,7 +46,7 @@ ADDED = ("methods", "failed", "brittleness", "tail_patch")  # what single method
 
 def chosen(given: Problem, args: argparse.Namespace) -> list[Method]:
     """All methods for the problem, or those that are named."""
-    methods = [*(BESIDE if given.device.type == "cuda" else INSIDE), *OURS]
+    methods = [*ON_GPU] if given.device.type == "cuda" else [*INSIDE, *OURS]
     if given.classifies and not args.no_rivals:
         methods += [m for many in rivals.LIBRARIES.values() for m in many]
     if args.methods:
@@ -54,62 +57,75 @@ def chosen(given: Problem, args: argparse.Namespace) -> list[Method]:
 def credits_of(
     given: Problem, seed: int, training: gradients.Training, methods: list[Method],
     until: float | None,
-) -> tuple[dict[str, Credit], dict[str, str]]:  # fmt: skip
-    """Credits of one run by the name of the method, and why others have none."""
-    found: dict[str, Credit] = {}
-    failed: dict[str, str] = {}
+) -> Iterator[tuple[dict[str, Credit], dict[str, str]]]:  # fmt: skip
+    """Credits of one run by the name of the method, or why a method has none: one by one."""
     for method in methods:
         if until is not None and time.monotonic() > until:
-            failed[method.__name__] = "no time left"
+            yield {}, {method.__name__: "no time left"}
             continue
         try:
             new = method(given, seed, training)
         except Exception as error:  # another library, or one that is not installed
             text = str(error).splitlines()
-            failed[method.__name__] = f"{type(error).__name__}: {text[0] if text else ''}"
-            print(f"  run {seed}: {method.__name__} failed: {failed[method.__name__]}", flush=True)
+            why = f"{type(error).__name__}: {text[0] if text else ''}"
+            print(f"  run {seed}: {method.__name__} failed: {why}", flush=True)
+            yield {}, {method.__name__: why}
             continue
-        found |= new
         for name, credit in new.items():
             print(f"  run {seed}: {name}, {credit.seconds:.1f} s", flush=True)
-    return found, failed
+        yield new, {}
 
 
-def measured(given: Problem, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Everything about one problem; again after each run, so that little is lost."""
+def measured(
+    given: Problem, args: argparse.Namespace, seconds: float | None = None
+) -> Iterator[dict[str, Any]]:
+    """Everything about one problem; again after each method, so that little is lost. After
+    ``seconds`` nothing new is begun, after two fifths of them no more retrainings."""
     begun = time.monotonic()
-    until = None if args.seconds is None else begun + args.seconds
-    half_time = None if args.seconds is None else begun + 0.4 * args.seconds
-    masks = halves(given.examples, args.subsets)
-    losses, seconds = outcomes(
-        given, masks, args.repeats, args.cache, args.together, until=half_time
+    until = None if seconds is None else begun + seconds
+    result, losses, masks = retrained(
+        given, args, None if seconds is None else begun + 0.4 * seconds
     )
+    truth, plain = losses.mean(0), result["plain_seconds"]
+    every: dict[str, list[Credit]] = {}
+    rows: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    yield result | {"methods": rows, "failed": failed}
+    for seed in range(args.runs):
+        if seed and until is not None and time.monotonic() > until:
+            break
+        training = gradients.train(given, seed, ours.CHECKPOINTS)
+        for found, missing in credits_of(given, seed, training, chosen(given, args), until):
+            for name, credit in found.items():
+                every.setdefault(name, []).append(credit)
+                rows[name] = row(given, every[name], masks, truth, plain, args.draws)
+            if seed == 0:  # later runs repeat what one has
+                failed |= missing
+            yield result | {"methods": rows, "failed": failed}
+        if seed == 0 and args.removals:
+            result |= further(given, training, {n: c[0].values for n, c in every.items()}, args)
+            yield result | {"methods": rows, "failed": failed}
+
+
+def retrained(
+    given: Problem, args: argparse.Namespace, until: float | None
+) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """What is known of the problem before any credit, the outcomes [repeats, M, Q] and halves."""
+    masks = halves(given.examples, args.subsets)
+    losses, seconds = outcomes(given, masks, args.repeats, args.cache, args.together, until=until)
     gradients.plain_seconds(given, 0)  # what is slow only once
-    plain = gradients.plain_seconds(given, 0)
-    truth, every, failed = losses.mean(0), {}, {}
     result = {
-        "examples": given.examples, "queries": truth.shape[1], "subsets": len(masks),
+        "examples": given.examples, "queries": losses.shape[2], "subsets": len(masks),
         "repeats": len(losses), "steps": len(given.order(torch.arange(given.examples), 0)),
-        "plain_seconds": plain, "retraining_seconds": seconds,
+        "plain_seconds": gradients.plain_seconds(given, 0), "retraining_seconds": seconds,
         "ceiling": measures.ceiling(losses),
         "parameters": sum(w.numel() for w in given.make(0).parameters()),
     }  # fmt: skip
     print(
-        f"{given.name}: {len(losses)} × {len(masks)} retrainings, {result['ceiling']}", flush=True
-    )
-    for seed in range(args.runs):
-        training = gradients.train(given, seed, ours.CHECKPOINTS)
-        found, missing = credits_of(given, seed, training, chosen(given, args), until)
-        failed |= missing
-        for name, credit in found.items():
-            every.setdefault(name, []).append(credit)
-        rows = {name: row(given, credits, masks, truth, plain, args.draws)
-                for name, credits in every.items()}  # fmt: skip
-        more = {}
-        if seed == 0 and args.removals:
-            more = further(given, training, {n: c.values for n, c in found.items()}, args)
-        result |= more
-        yield result | {"methods": rows, "failed": failed}
+        f"{given.name}: {len(losses)} × {len(masks)} retrainings of {seconds:.2g} s, "
+        f"{result['ceiling']}", flush=True,
+    )  # fmt: skip
+    return result, losses, masks
 
 
 def row(
@@ -154,7 +170,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--scale", type=float, default=1.0, help="below 1: a try at small size")
     parser.add_argument("--methods", help="only these functions, comma-separated; added to --out")
     parser.add_argument("--no-rivals", action="store_true", help="leave other libraries out")
-    parser.add_argument("--seconds", type=float, help="of a problem, then begin nothing new")
+    parser.add_argument("--seconds", type=float, help="of all problems, then begin nothing new")
     return parser.parse_args()
 
 
@@ -165,9 +181,14 @@ def main() -> None:
         torch.set_float32_matmul_precision("high")
     place = "h200" if device.type == "cuda" else "cpu"
     out = args.out or ROOT / "benchmarks/results" / f"lds-{place}.json"
-    for name in args.problems:
+    begun = time.monotonic()
+    for number, name in enumerate(args.problems):
         given = problem(name, device, args.data, args.scale)
-        for result in measured(given, args):
+        left = None
+        if args.seconds is not None:  # an equal share of the time that is left
+            spent = time.monotonic() - begun
+            left = (args.seconds - spent) / (len(args.problems) - number)
+        for result in measured(given, args, left):
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
             result |= {"date": now, "commit": commit(), "hardware": hardware(device),
                        "versions": versions() | rivals.versions()}  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -160,3 +161,16 @@ def small(words: int, seed: int, classes: int = 2, **shape: Any) -> Encoder:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Encoder(BertForSequenceClassification(config))
+
+
+def save(target: Path, data: Path | None = None) -> None:
+    """The encoder and its tokenizer as safetensors in half precision, which is half as large."""
+    from transformers import AutoModel, AutoTokenizer
+
+    where = needed(data)
+    AutoModel.from_pretrained(where, dtype=torch.float32).half().save_pretrained(target)
+    AutoTokenizer.from_pretrained(where).save_pretrained(target)
+
+
+if __name__ == "__main__":  # python -m experiments.common.encoder FOLDER
+    save(Path(sys.argv[1]))

@@ -172,7 +172,8 @@ def _directions(
             raise ValueError(f"the loss of the question {asked.targets[q].name!r} is not finite")
         for k, v in found.of(list(params), slice(0, 1)).items():
             rows[k].append(layers[k].directions(wide(v), damping)[0])
-    return {k: Direction(torch.stack(x)) for k, x in rows.items()}, losses
+    # one parameter at a time: both forms of all of them would be twice the memory
+    return {k: Direction(torch.stack(rows.pop(k))) for k in params}, losses
 
 
 def _scored(
