@@ -152,7 +152,8 @@ def test_a_problem_at_small_size(tmp_path: Path) -> None:
         seconds=None, subsets=5, repeats=2, cache=tmp_path, together=5, runs=1, draws=5,
         removals=0, methods="secant,ekfac_at_end,trak", no_rivals=True,
     )  # fmt: skip
-    (result,) = measured(given, args)
+    first, *_, result = measured(given, args)
+    assert first["repeats"] == 2  # known before any credit is
     assert not result["failed"]
     names = {"inrun secant", "inrun secant, without the first tenth", "our EK-FAC, biases apart",
              "our TRAK, exact features"}  # fmt: skip
