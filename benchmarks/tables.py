@@ -241,7 +241,8 @@ def _suspect_cells() -> dict[tuple[str, str], list[dict[str, Any]]]:
 def suspects() -> str:
     """AUROC of run.suspects() and of the best single-run rival of each cell."""
     head = ("data", "wrong labels", "seeds", "suspects", "without values", "best rival",
-            "wrong among the first k, k wrong", "`disagreed` > 0.9")  # fmt: skip
+            "suspects minus that", "wrong among the first k, k wrong",
+            "`disagreed` > 0.9")  # fmt: skip
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for (task, kind), every in _suspect_cells().items():
         cells = [c for c in every if "auroc" in c]
@@ -249,11 +250,13 @@ def suspects() -> str:
             continue
         of = {k: [c["auroc"][k] for c in cells] for k in cells[0]["auroc"]}
         best = max(SINGLE, key=lambda k: mean(of[k]))
+        apart = [ours - theirs for ours, theirs in zip(of["suspects"], of[best], strict=True)]
         k, right = (sum(c["top k"][i] for c in cells) for i in (0, 1))
         shown, wrong = (sum(c["disagreed"][i] for c in cells) for i in (0, 1))
         columns = [task, kind, str(len(cells)), f"{mean(of['suspects']):.4f}",
                    f"{mean(of['suspects, without values']):.4f}",
                    f"{best} {mean(of[best]):.4f} ± {_error(of[best]):.4f}",
+                   f"{mean(apart):+.4f} ± {_error(apart):.4f}",
                    f"{right / k:.0%}", f"{shown}, {wrong / max(1, shown):.0%} wrong"]  # fmt: skip
         lines.append("| " + " | ".join(columns) + " |")
     return "\n".join(lines)

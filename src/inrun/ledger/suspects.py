@@ -147,7 +147,8 @@ def _chosen(history: History, epochs: pd.DataFrame, window: Window) -> Choice:
         raise LedgerError(
             "no losses of single examples are on record: they are where the training loss is a "
             "call of cross_entropy, nll_loss or binary_cross_entropy_with_logits inside "
-            "run.batch(ids). run.harm() ranks by what examples did to the validation loss"
+            "run.batch(ids), outside a forward that torch.compile has compiled and not fused with "
+            "its head. run.harm() ranks by what examples did to the validation loss"
         )
     table = pd.concat(steps).groupby("step", as_index=False).sum()
     since, until = int(table["step"].min()), int(table["step"].max()) + 1

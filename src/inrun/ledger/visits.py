@@ -35,7 +35,8 @@ def top_by_signal(
     if not ledger.has_signals():
         raise LedgerError(
             f"{ledger.name()} has no {by}: it is recorded where the training loss is a call of "
-            "cross_entropy, nll_loss or binary_cross_entropy_with_logits inside run.batch(ids)"
+            "cross_entropy, nll_loss or binary_cross_entropy_with_logits inside run.batch(ids), "
+            "outside a forward that torch.compile has compiled and not fused with its head"
         )
     table = ledger.values(estimator, window)
     name = signals.shown_names(ledger.targets)[signals.SHOWN.index(by)]
