@@ -86,12 +86,16 @@ def test_first_steps_match_exact_shapley_values(optimizer, how, capsys):
     assert how or max(c.relative_error for c in found["secant"].values()) > 0.3  # not easy
 
 
-def test_all_orders_are_the_shapley_value_of_the_update(monkeypatch):
-    """With all orders of 4 examples, nothing is left to chance: compare with the definition."""
-    orders = iter([torch.tensor(p) for p in itertools.permutations(range(4))])
-    monkeypatch.setattr(coalitions, "MOST", 24)
-    monkeypatch.setattr(coalitions, "LEAST", 24)
-    monkeypatch.setattr(torch, "randperm", lambda n, generator: next(orders))
+@pytest.mark.parametrize("every", [True, False])
+def test_all_orders_are_the_shapley_value_of_the_update(every, monkeypatch):
+    """By all coalitions of 4 examples, and by all their orders: compare with the definition."""
+    orders = itertools.cycle([torch.tensor(p) for p in itertools.permutations(range(4))])
+    if not every:
+        monkeypatch.setattr(coalitions, "LEAST", 24)
+        monkeypatch.setattr(coalitions, "ENOUGH", np.inf)
+        monkeypatch.setattr(coalitions, "All", None)
+        monkeypatch.setattr(coalitions, "FEW", 0)
+        monkeypatch.setattr(torch, "randperm", lambda n, generator: next(orders))
     run, model, optimizer = watched()
     rows = torch.arange(4)
     grads = []
@@ -117,6 +121,25 @@ def test_all_orders_are_the_shapley_value_of_the_update(monkeypatch):
             exact[i] += float(v @ (update(order[: k + 1]) - update(order[:k]))) / 24
     step(run, model, optimizer, 0, B=4)
     np.testing.assert_allclose(run.values()["value"], exact, rtol=1e-9, atol=1e-15)
+
+
+def test_sampled_orders_tend_to_the_mean_over_all_coalitions():
+    rng = torch.Generator().manual_seed(3)
+    rows = torch.randn(5, 7, generator=rng, dtype=torch.float64)
+    gram = rows @ rows.T
+    found = {}
+    for joining in (coalitions.All(5, rows.device), coalitions.Orders(5, 4000, rng)):
+        g, sizes, drawn = joining.coalitions(rows, gram)
+        assert len(g) == joining.rows
+        torch.testing.assert_close(sizes, g.square().sum(1))
+        worth = torch.stack([g.sign().sum(1) + sizes, g.tanh().sum(1)])  # [Q, rows]
+        samples = joining.values(worth, drawn)
+        whole = torch.stack([rows.sum(0).sign().sum() + gram.sum(), rows.sum(0).tanh().sum()])
+        torch.testing.assert_close(samples.sum(2), whole.expand(len(samples), 2))
+        found[type(joining)] = samples
+    orders = found[coalitions.Orders]
+    off = orders.mean(0) - found[coalitions.All][0]
+    assert (off.abs() < 4 * orders.std(0) / 4000**0.5 + 1e-12).all()
 
 
 def test_values_add_up_to_what_the_secant_adds_up_to():

@@ -9,13 +9,16 @@ each is credited with what the update gains when it joins, coordinate by coordin
 
 This is the Shapley value of the update itself, with the validation loss linear between w_∅ and w_B.
 It adds up to ⟨∇ℓ, Ψ(ḡ) − Ψ(0)⟩ as the secant does, and costs one evaluation of the update for each
-example and order. ``Sampling`` measures whether that still matters.
+example and order. Few examples have few coalitions: then all of them are taken, and nothing is left
+to chance. ``Sampling`` measures whether that still matters.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,7 +38,9 @@ NEAR = 0.005  # relative: what the secant may be off, in so many steps running:
 RUNNING = 3
 MOST = 64  # pairs of an order and its reverse
 LEAST = 4
-MEMORY = 2**24  # numbers of a piece of a parameter, for all examples
+FEW = 2**12  # coalitions, to take all of them
+MEMORY = 2**24  # numbers of a piece of a parameter, for all coalitions
+PIECE = {"cpu": 2**11, "cuda": 2**17}  # coordinates that share their orders
 
 
 class Sampling:
@@ -83,7 +88,8 @@ class Sampling:
 
 @dataclass
 class Sampled:
-    """The mean over pairs of orders, and its standard error; both [Q, C]."""
+    """The mean over pairs of orders, and its standard error; both [Q, C]. One entry of ``pairs`` is
+    the mean over all orders."""
 
     pairs: list[Tensor] = field(default_factory=list)
 
@@ -93,30 +99,83 @@ class Sampled:
 
     @property
     def error(self) -> Tensor:
+        if len(self.pairs) == 1:  # by all coalitions
+            return torch.zeros_like(self.pairs[0])
         return torch.stack(self.pairs).std(0) / len(self.pairs) ** 0.5
 
     def enough(self) -> bool:
         if len(self.pairs) < LEAST:
             return False
-        return len(self.pairs) >= MOST or bool(self.error.norm() <= ENOUGH * self.mean.norm())
+        return bool(self.error.norm() <= ENOUGH * self.mean.norm())
+
+
+class Joining(Protocol):
+    """Which coalitions are evaluated, and how values follow from them."""
+
+    @property
+    def rows(self) -> int:
+        """How many coalitions each piece of the model is evaluated for."""
+
+    def coalitions(self, rows: Tensor, gram: Tensor | None) -> tuple[Tensor, Tensor | None, Any]:
+        """Gradients g(S) of the coalitions [rows, n], their squared norms over all parameters
+        [rows] where ``gram`` is given, and what ``values`` needs to know."""
+
+    def values(self, worth: Tensor, drawn: Any) -> Tensor:
+        """From ⟨∇ℓ, Ψ(S) − Ψ(∅)⟩ of the coalitions [Q, rows] to values [samples, Q, C]."""
 
 
 @dataclass(eq=False)
 class Orders:
-    """What all pieces of the model share: who joins when, and how a coalition is clipped."""
+    """Pairs of an order and its reverse."""
 
-    orders: list[Tensor]  # of players [C] each: an order, its reverse, ...
-    clipping: Clipping
-    gram: Tensor | None  # ⟨g_i, g_j⟩ over all parameters [C, C], for clipping by norm
+    players: int
+    pairs: int
+    generator: torch.Generator
 
-    def factors(self, order: Tensor) -> Tensor | float:
-        """The factor on the gradient of the first 1, 2, … players of an order [C]."""
-        C = self.clipping
-        if C.norm is None or self.gram is None:
-            return C.scale if C.bound is not None else C.common
-        gram = self.gram[order][:, order]
-        size = gram.cumsum(0).cumsum(1).diagonal().clamp(min=0).sqrt() * C.scale
-        return C.scale * (C.norm / (size + 1e-6)).clamp(max=1.0)
+    @property
+    def rows(self) -> int:
+        return 2 * self.pairs * self.players
+
+    def coalitions(self, rows: Tensor, gram: Tensor | None) -> tuple[Tensor, Tensor | None, Any]:
+        drawn = [torch.randperm(self.players, generator=self.generator) for _ in range(self.pairs)]
+        orders = torch.stack([o for p in drawn for o in (p, p.flip(0))]).to(rows.device)
+        sizes = None
+        if gram is not None:
+            own = gram[orders[:, :, None], orders[:, None, :]].cumsum(1).cumsum(2)
+            sizes = own.diagonal(dim1=1, dim2=2).flatten()
+        return rows[orders].cumsum(1).flatten(0, 1), sizes, orders
+
+    def values(self, worth: Tensor, drawn: Any) -> Tensor:
+        worth = worth.view(len(worth), *drawn.shape)  # [Q, orders, C]
+        gains = worth.diff(dim=2, prepend=torch.zeros_like(worth[:, :, :1]))
+        found = torch.empty_like(gains).scatter_(2, drawn.expand_as(gains), gains)
+        return found.view(len(worth), self.pairs, 2, self.players).mean(2).transpose(0, 1)
+
+
+class All:
+    """Every coalition of few players: nothing is left to chance."""
+
+    def __init__(self, players: int, device: torch.device) -> None:
+        self.players, self.rows = players, 2**players
+        masks = torch.arange(self.rows)[:, None] >> torch.arange(players) & 1  # [rows, C]
+        size, weights = masks.sum(1, keepdim=True), list[float]()
+        for k in range(players):  # of joining k others
+            weights.append(1 / (players * math.comb(players - 1, k)))
+        table = torch.tensor([*weights, 0.0], dtype=torch.float64)
+        inside = torch.where(size > 0, table[(size - 1).clamp(min=0)], 0.0)
+        share = torch.where(masks > 0, inside, -table[size])
+        self.masks, self.share = masks.to(device), share.to(device, widest(device))
+
+    def coalitions(self, rows: Tensor, gram: Tensor | None) -> tuple[Tensor, Tensor | None, Any]:
+        masks = self.masks.to(rows)
+        sizes = None
+        if gram is not None:
+            own = self.masks.to(gram)
+            sizes = (own @ gram * own).sum(1)
+        return masks @ rows, sizes, None
+
+    def values(self, worth: Tensor, drawn: Any) -> Tensor:
+        return (worth @ self.share.to(worth))[None]
 
 
 def sampled_values(
@@ -130,7 +189,7 @@ def sampled_values(
     seed: int,
 ) -> Sampled:
     """Values [Q, C] of a group of Q targets by sampled orders, more of them until their standard
-    error is small.
+    error is small; by all coalitions, where these are no more than the next orders would visit.
 
     Args:
         packs: the parameters of the step; ``names`` of those that are scored, by their place.
@@ -141,59 +200,76 @@ def sampled_values(
     generator = torch.Generator().manual_seed(seed)
     C = sum(m.columns for m in micros)
     gram = _gram(packs, names, micros, others) if clipping.norm is not None else None
-    scale, found = points[0].scale, Sampled()
-    while not found.enough():
-        pairs = LEAST if not found.pairs else len(found.pairs)  # so often as there are already
-        drawn = [torch.randperm(C, generator=generator) for _ in range(min(pairs, MOST))]
-        shared = Orders([o for p in drawn for o in (p, p.flip(0))], clipping, gram)
+    found = Sampled()
+
+    def by(joining: Joining) -> Tensor:
         total: Tensor | float = 0.0
         for pack in packs:
-            members = [i for i in pack.places if i in names]
-            if members:
-                total = total + _of_pack(pack, names, points, micros, shared, Q)
+            if any(i in names for i in pack.places):
+                total = total + _of_pack(pack, names, points, micros, joining, clipping, gram, Q)
         assert isinstance(total, Tensor)
-        values = total.reshape(len(drawn), 2, Q, C).mean(1)
-        values = values if scale is None else values * scale[:, None]
-        found.pairs += list(values)
+        scale = points[0].scale
+        return total if scale is None else total * scale[:, None]
+
+    while not found.enough():
+        pairs = LEAST if not found.pairs else len(found.pairs)  # so often as there are already
+        orders = Orders(C, pairs, generator)
+        if min(orders.rows, FEW) >= 2**C:
+            return Sampled(list(by(All(C, packs[0].members[0].g.device))))
+        if pairs >= MOST:
+            break
+        found.pairs += list(by(orders))
     return found
 
 
 def _of_pack(
     pack: Pack, names: Mapping[int, str], points: Sequence[Gradients], micros: Sequence[MicroBatch],
-    shared: Orders, Q: int,
+    joining: Joining, clipping: Clipping, gram: Tensor | None, Q: int,
 ) -> Tensor:  # fmt: skip
-    """The values that the parameters of a pack bring, for each order: [orders, Q, C]."""
+    """The values that the parameters of a pack bring, for each sample: [samples, Q, C]. Each piece
+    of them has orders of its own, so that their noise averages out."""
     step = pack.joined()
     own = [names[i] for i in pack.places]
     at = [p.of(own, slice(0, Q)) for p in points]
     v = torch.cat([torch.stack([a[k] for a in at]).mean(0).flatten(1) for k in own], 1)  # [Q, N]
     rows = torch.cat([g.flatten(1) for g in rows_of(own, micros, step.g)], 1)  # [C, N]
-    C, N = rows.shape
-    total = rows.new_zeros((len(shared.orders), Q, C), dtype=widest(rows.device))
-    for part in _parts(step, N, max(1, MEMORY // C)):
-        piece = _piece(step, part)
-        for o, order in enumerate(shared.orders):
-            gains = _gains(piece, rows[:, part], order.to(rows.device), shared)
-            total[o][:, order] = (v[:, part].to(gains) @ gains.T).to(total)
+    total: Tensor | float = 0.0
+    for part in _parts(rows, joining.rows):
+        worth, drawn = _worth(
+            _piece(step, part), rows[:, part], v[:, part], joining, clipping, gram
+        )
+        total = total + joining.values(worth, drawn)
+    assert isinstance(total, Tensor)
     return total
 
 
-def _gains(piece: ParamStep, rows: Tensor, order: Tensor, shared: Orders) -> Tensor:
-    """What the update gains when each player joins, in their order: [C, n]."""
-    prefix = rows[order].cumsum(0)
-    factor = shared.factors(order.cpu() if shared.gram is None else order)
-    prefix = prefix * (factor[:, None].to(prefix) if isinstance(factor, Tensor) else factor)
-    if shared.clipping.bound is not None:
-        prefix = prefix.clamp(-shared.clipping.bound, shared.clipping.bound)
-    prefix[-1] = piece.g  # all have joined: what the optimizer receives, to the bit
+def _worth(
+    piece: ParamStep, rows: Tensor, v: Tensor, joining: Joining, clipping: Clipping,
+    gram: Tensor | None,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """⟨∇ℓ, Ψ(C(g(S))) − Ψ(0)⟩ of coalitions [Q, rows], the last of each sample whole."""
+    g, sizes, drawn = joining.coalitions(rows, gram)
+    if clipping.norm is not None and sizes is not None:
+        size = sizes.clamp(min=0).sqrt() * clipping.scale
+        g *= (clipping.scale * (clipping.norm / (size + 1e-6)).clamp(max=1.0))[:, None].to(g)
+    elif clipping.bound is not None:
+        g = (g * clipping.scale).clamp_(-clipping.bound, clipping.bound)
+    else:
+        g *= clipping.common
+    C = len(rows)
+    whole = slice(C - 1, None, C) if isinstance(joining, Orders) else slice(-1, None)
+    g[whole] = piece.g  # all have joined: what the optimizer receives, to the bit
     w = piece.p.detach()
-    after = piece.rule.update(prefix, w, piece.state, piece.options)
-    before = piece.rule.update(torch.zeros_like(piece.g), w, piece.state, piece.options)
-    return torch.cat([after[:1] - before, after[1:] - after[:-1]])
+    after = piece.rule.update(g, w, piece.state, piece.options)
+    after = after - piece.rule.update(torch.zeros_like(piece.g), w, piece.state, piece.options)
+    return (v.to(after) @ after.T).to(widest(rows.device)), drawn
 
 
-def _parts(step: ParamStep, N: int, most: int) -> Iterator[slice]:
-    """A parameter cut into pieces of at most ``most`` numbers."""
+def _parts(rows: Tensor, each: int) -> Iterator[slice]:
+    """A parameter's gradients [C, N] cut into pieces; ``each`` is how many numbers a coordinate
+    takes."""
+    limit = PIECE.get(rows.device.type, PIECE["cpu"])
+    most, N = max(1, min(limit, MEMORY // each)), rows.shape[1]
     return (slice(start, min(start + most, N)) for start in range(0, N, most))
 
 
