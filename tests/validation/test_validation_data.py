@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 import inrun
+from inrun.validation.balance import balanced_order, labels_of
 from inrun.validation.targets import ROWS
 
 N = 2 * ROWS + 5
@@ -64,8 +65,12 @@ DATASETS = {
 
 @pytest.mark.parametrize("dataset", DATASETS.values(), ids=DATASETS)
 def test_a_dataset_is_drawn_in_batches_of_rows(dataset):
-    pairs = list(zip(torch.tensor(X).split(ROWS), torch.tensor(Y).split(ROWS), strict=True))
-    assert np.array_equal(values(dataset), values(pairs))
+    order = balanced_order(dataset, 0)
+    assert sorted(order) == list(range(N))  # every row once
+    x, y = torch.tensor(X)[order], torch.tensor(Y)[order]
+    assert np.array_equal(
+        values(dataset), values(list(zip(x.split(ROWS), y.split(ROWS), strict=True)))
+    )
 
 
 def test_a_hugging_face_dataset():
@@ -113,3 +118,41 @@ REFUSED = {
 def test_data_that_is_refused(validation, message):
     with pytest.raises(inrun.ValidationError, match=message):
         values(validation)
+
+
+class Pictures(torch.utils.data.Dataset):
+    """As torchvision's: labels beside the rows, which are costly to read."""
+
+    def __init__(self, targets):
+        self.targets = targets
+
+    def __len__(self):
+        return len(self.targets)
+
+    def __getitem__(self, i):
+        raise AssertionError("no row is read to see the labels")
+
+
+@pytest.mark.parametrize("n", [40, 333])
+def test_cycled_rows_have_their_labels_in_balance(n):
+    labels = sorted(np.random.default_rng(n).choice(3, n, p=[0.6, 0.3, 0.1]).tolist())
+    order = balanced_order(Pictures(labels), 0)
+    assert sorted(order) == list(range(n))
+    assert order == balanced_order(Pictures(labels), 0) != balanced_order(Pictures(labels), 1)
+    seen = np.array(labels)[order]
+    for k in range(3):
+        share = (seen == k).mean()
+        for start in range(n - 20):
+            assert abs((seen[start : start + 20] == k).sum() - 20 * share) < 2
+
+
+def test_labels_are_seen_or_rows_are_shuffled():
+    y = torch.arange(12) % 3
+    x = torch.zeros(12, 2)
+    for dataset in (TensorDataset(x, y), Subset(TensorDataset(x, y), range(12)), Pictures(y)):
+        assert labels_of(dataset).tolist() == y.tolist()
+    assert labels_of(Subset(TensorDataset(x, y), [1, 2])).tolist() == [1, 2]
+    for other in (TensorDataset(y, x), TensorDataset(y, x[:, 0]), Rows({"x": x})):
+        assert labels_of(other) is None  # rows of numbers, real numbers, nothing to see
+        order = balanced_order(other, 0)
+        assert sorted(order) == list(range(12)) != order

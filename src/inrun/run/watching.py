@@ -94,8 +94,9 @@ def watch(
             after it without the batch and after it with the batch; 0 never.
         per_step: validation batches per step and target; their losses are averaged. "all" uses the
             whole set, which makes values far less noisy and costs a pass for each batch. None: the
-            whole set if it has at most 4 batches, otherwise one batch, in turn, in the loader's
-            own order. ``run.json`` and the report say which.
+            whole set if it has at most 4 batches, otherwise one batch, in turn: of a loader or list
+            in its own order, of a dataset in a fixed order with labels in balance, where they can
+            be seen. ``run.json`` and the report say which.
         every: score each step with probability 1/every and weight its values by ``every``.
         ignore: parameters to leave out: names as ``run.coverage()`` shows them, or patterns such as
             ``"encoder.*"``. One that matches nothing is refused.

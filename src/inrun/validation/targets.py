@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, defau
 
 from inrun.errors import ValidationError
 from inrun.torch_compat import tree_leaves, tree_map
+from inrun.validation.balance import balanced_order, labels_of
 from inrun.validation.reach import slots_of
 from inrun.validation.state import Generators
 
@@ -36,7 +37,10 @@ class Batches:
     """
 
     def __init__(self, name: str, source: Iterable[Any], seed: int) -> None:
-        source = _loader(name, source)
+        given, source = source, _loader(name, source, seed)
+        self.order = "the order of the data given" if source is given else "labels in balance"
+        if source is not given and labels_of(given) is None:
+            self.order = "rows shuffled once"
         self.name, self.source, self.seed = name, source, seed
         self.epoch, self.index = 0, 0
         self._iterator: Iterator[Any] | None = None
@@ -93,8 +97,9 @@ class Batches:
 ROWS = 32  # of a validation batch, where a dataset is given instead of a loader
 
 
-def _loader(name: str, source: Any) -> Iterable[Any]:
-    """What to draw batches from: the source itself, or a loader over a dataset of rows."""
+def _loader(name: str, source: Any, seed: int) -> Iterable[Any]:
+    """What to draw batches from: the source itself, or a loader over a dataset of rows, whose order
+    is balanced."""
     kind = type(source).__name__
     if isinstance(source, Mapping):
         split = next((k for k, v in source.items() if hasattr(v, "column_names")), None)
@@ -112,7 +117,8 @@ def _loader(name: str, source: Any) -> Iterable[Any]:
     if rows or (isinstance(source, Dataset) and not isinstance(source, IterableDataset)):
         if not len(source):
             raise ValidationError(f"target '{name}': the validation data is empty")
-        return DataLoader(source, batch_size=ROWS, collate_fn=_Collate(name, kind))
+        rows_in_turn = Subset(source, balanced_order(source, seed))
+        return DataLoader(rows_in_turn, batch_size=ROWS, collate_fn=_Collate(name, kind))
     if isinstance(source, (str, bytes, Tensor)) or not isinstance(source, Iterable):
         raise ValidationError(
             f"target '{name}': a loader, a dataset or a list of batches is needed, not {kind}"

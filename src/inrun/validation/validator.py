@@ -74,6 +74,8 @@ class Validator:
         self.per_step = [batches_per_step(t.name, n, per_step) for t, n in named]
         names = [t.name for t in self.targets]
         self.described = described(zip(names, sizes, self.per_step, strict=True), smooth)
+        if not self.described["whole"]:
+            self.described["how"] += f" ({'; '.join(sorted({t.order for t in self.targets}))})"
         self._smoothing = Smoothing(smooth) if smooth else None
         self.autocast: Autocast | None = None
         self.batches: list[list[Any]] = []  # of each target, in this step
