@@ -271,3 +271,38 @@ def test_optimizers_that_step_in_the_backward_pass_are_refused_by_name():
     cls = type("LayerWiseDummyOptimizer", (torch.optim.Optimizer,), kind)
     with pytest.raises(TypeError, match=r"LayerWiseDummyOptimizer: it steps during backward\(\)"):
         rule_for(cls([nn.Parameter(torch.zeros(3))], {}))
+
+
+@pytest.mark.parametrize("name", ["torchao.AdamW8bit", "bitsandbytes.AdamW8bit"])
+def test_a_check_steps_a_copy_of_a_low_bit_optimizer(name):
+    """By the published one: the copy takes the step that the optimizer then takes, bit for bit, and
+    a training that is checked goes on as if it were not."""
+    cls = published(name, {})
+    torch.set_default_dtype(torch.float32)
+    x, y = torch.randn(6, 64), torch.arange(6) % 3
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def train(check):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 3))
+        optimizer = cls(model.parameters(), lr=1e-2)
+        run = inrun.watch(model, optimizer, validation=[(x, y)], loss=loss)
+        for step in range(4):
+            found = run.check() if check and step == 2 else None
+            with run.batch(range(6)):
+                loss(model, (x, y)).backward()
+            if found is not None:
+                ahead = reference.stepped(optimizer, [p.grad for p in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+            if found is not None:
+                assert all(map(torch.equal, ahead, model.parameters()))
+                assert found.done and found.exact and found.pearson > 0.9
+        run.close()
+        return list(model.parameters())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the libraries' own
+        assert all(map(torch.equal, train(False), train(True)))

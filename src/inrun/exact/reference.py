@@ -176,7 +176,7 @@ def stepped(
             n = sum(len(group["params"]) for group in o.param_groups)
             found += stepped(o, list(itertools.islice(rest, n)), scale)
         return found
-    twin = copy.deepcopy(optimizer)
+    twin = copy.deepcopy(optimizer, _copied_parts(optimizer))
     for name, value in vars(optimizer).items():  # attributes of subclasses are not in its state
         if not name.startswith("_optimizer") and name not in ("grad_scale", "found_inf"):
             vars(twin).setdefault(name, value)
@@ -185,6 +185,20 @@ def stepped(
         p.grad = None if g is None else (g if scale is None else g / scale).clone()
     twin.step()
     return [p.detach() for p in params]
+
+
+def _copied_parts(optimizer: Optimizer) -> dict[int, Any]:
+    """A memo for ``deepcopy`` with copies of the tensors in the state that are made of others and
+    cannot be cloned whole (torchao's low-bit moments): copied part by part."""
+    memo: dict[int, Any] = {}
+    for state in optimizer.state.values():
+        for x in state.values():
+            if isinstance(x, Tensor) and hasattr(type(x), "__tensor_flatten__"):
+                whole: Any = x
+                names, rest = whole.__tensor_flatten__()
+                parts = {name: getattr(whole, name).clone() for name in names}
+                memo[id(x)] = type(whole).__tensor_unflatten__(parts, rest, x.shape, x.stride())
+    return memo
 
 
 def value_of(
