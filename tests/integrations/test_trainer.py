@@ -124,9 +124,11 @@ def test_compiled():
     watched = trainer(max_grad_norm=0.0, torch_compile=True, torch_compile_backend="eager")
     inrun.integrations.hf.watch(watched)
     if int(tf.__version__.split(".")[0]) < 5:
-        with pytest.raises(inrun.CaptureError, match=r"inside a transformation of torch\.func"):
-            with pytest.warns(UserWarning, match="cannot score inside this compiled graph"):
-                watched.train()
+        with (
+            pytest.raises(inrun.CaptureError, match=r"inside a transformation of torch\.func"),
+            pytest.warns(UserWarning, match="cannot score inside this compiled graph"),
+        ):
+            watched.train()
         return
     watched.train()
     assert type(watched.model_wrapped).__name__ == "OptimizedModule"
