@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from benchmarks.lds import gradients, inside, measures, ours, removal, retrain
+from benchmarks.lds import gradients, inside, measures, ours, removal, retrain, truth
 from benchmarks.lds.__main__ import measured, merged
 from benchmarks.lds.curvature import Curvature, Factors, ekfac
 from benchmarks.lds.problems import Problem, problem
@@ -174,3 +174,24 @@ def test_sums_over_visits_are_the_values_of_the_run(small: Problem) -> None:
 def test_unknown_problems_are_refused() -> None:
     with pytest.raises(ValueError, match="there is no problem 'mnist': use digits-mlp"):
         problem("mnist", CPU, None)
+
+
+def test_truth_keeps_the_outcomes_for_the_methods(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--subsets", "3", "--repeats", "2", "--scale", "0.05", "--cache", str(tmp_path)]
+    truth.main(["digits-mlp:1", "no-such-problem", *sizes])
+    assert "no-such-problem left out" in capsys.readouterr().out
+    given = problem("digits-mlp", CPU, None, 0.05, 1)
+    masks = retrain.halves(given.examples, 3)
+    kept, _ = retrain.outcomes(given, masks, 2, tmp_path)
+    again, _ = retrain.outcomes(given, masks, 2)
+    assert len(list(tmp_path.iterdir())) == 2
+    torch.testing.assert_close(kept, again)
+
+
+def test_another_draw_has_other_rows_and_another_name() -> None:
+    one, other = (problem("digits-mlp", CPU, None, 0.05, k) for k in (0, 1))
+    assert other.name == "digits-mlp-draw1" and one.name == "digits-mlp"
+    assert not torch.equal(one.train[0], other.train[0])
+    assert not torch.equal(one.queries[0], other.queries[0])
