@@ -182,8 +182,9 @@ def average(model):
             p.grad /= dist.get_world_size()
 
 
-def train(case, world, rank, watched=True, out=None):
-    """Train as a rank of a world, or (None) on the joined batches: the run, and the state."""
+def train(case, world, rank, watched=True, out=None, checks=None):
+    """Train as a rank of a world, or (None) on the joined batches: the run, and the state. A check
+    of the last step is added to ``checks``."""
     torch.manual_seed(0)
     model = net = case.model()
     x = data()
@@ -209,6 +210,8 @@ def train(case, world, rank, watched=True, out=None):
         if case.split is not None and rank is not None:
             run._validator._split.chosen = case.split
     for step in range(STEPS):
+        if checks is not None and step == STEPS - 1:
+            checks.append(run.check())
         for micro in range(case.micros):
             rows, weights = rows_and_weights(case, step, micro, world, rank)
             quiet = case.no_sync and rank is not None and micro < case.micros - 1

@@ -88,6 +88,7 @@ FSDP_CASES = {
     "fsdp, clipped by value": Case(ConvNet, sgd, clip=clip_value, shard=sharded()),
     "fsdp, bf16": Case(optimizer=sgd, shard=sharded(mp_policy=BF16), close=0.1),
     "fsdp, a rank without examples": Case(LoRA, sizes=(3, 0, 2, 4), shard=sharded()),
+    "fsdp, some left out": Case(shard=sharded(), watch={"ignore": ["blocks.0.*", "norm.weight"]}),
     "fsdp, odd operations": Case(Odd, shard=sharded(), evaluate=True),
 }
 FSDP_FOUR = {

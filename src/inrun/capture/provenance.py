@@ -262,7 +262,8 @@ class Provenance:
         if self.owns(t):
             return CONSTANT
         if isinstance(t, nn.Parameter) or id(t) in self.held:  # of a teacher, a criterion: no data
-            if t.requires_grad:
+            gathered = self.shards is not None and self.shards.name_of(t) is not None
+            if t.requires_grad and not gathered:
                 self.outsiders[id(t)] = t
             return CONSTANT
         if self._by_memory is not None and in_backward():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from inrun.capture.micro_batch import MicroBatch
 from inrun.exact import reference
 from inrun.gradients.nodes import pull_back
+from inrun.ranks.world import ALONE, World
 
 EXACT_UP_TO = 12  # examples: 4,096 coalitions
 PERMUTATIONS = 200  # above that
@@ -176,12 +177,13 @@ def compare(
 
 
 def per_example(params: Mapping[str, Tensor], micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
-    """Per-example gradients of the whole step by parameter: [B, *W]."""
+    """Per-example gradients of the whole step by parameter: [B, *W]. Of ``params`` type and shape
+    count."""
     total = sum(m.B for m in micros)
     rows: dict[str, Tensor] = {}
     start = 0
     for micro in micros:
-        for node, records in micro.by_example():
+        for node, records in micro.by_example(params, derived=True):
             for record in records:
                 for k, g in pull_back(node, record.rows()).items():
                     if k not in params:  # of an optimizer that steps by itself
@@ -193,14 +195,18 @@ def per_example(params: Mapping[str, Tensor], micros: Sequence[MicroBatch]) -> d
     return rows
 
 
-def nobodys(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
-    """What belongs to no example, by parameter: [*W]; only parameters that have such a part."""
+def nobodys(
+    micros: Sequence[MicroBatch], among: Collection[str] | None = None
+) -> dict[str, Tensor]:
+    """What belongs to no example, by parameter: [*W]; only parameters that have such a part.
+    ``among``: of these."""
     found: dict[str, Tensor] = {}
     for micro in micros:
-        for node, records in micro.records.items():
-            for record in records if micro.nobody else ():
+        for node, records in micro.records.items() if micro.nobody else ():
+            for record in records if among is None or not node.roots.isdisjoint(among) else ():
                 for k, g in pull_back(node, record.rows()[micro.rows :]).items():
-                    found[k] = found.get(k, 0) + g.sum(0)
+                    if among is None or k in among:
+                        found[k] = found.get(k, 0) + g.sum(0)
     return {k: g for k, g in found.items() if bool(g.any())}
 
 
@@ -209,20 +215,20 @@ def without(G: Mapping[str, Tensor], nobody: Mapping[str, Tensor]) -> dict[str, 
     return {k: g - nobody[k].to(g) if k in nobody else g for k, g in G.items()}
 
 
-def gradient_errors(G: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> dict[str, float]:
-    """How far the captured gradients' sum is from .grad, relative to their size, by parameter.
+def gradient_errors(
+    G: Mapping[str, Tensor], rows: Mapping[str, Tensor], world: World = ALONE
+) -> dict[str, float]:
+    """How far the captured gradients' sum is from .grad, relative to their size, by parameter. Both
+    may be those of shards; all ranks call it then.
 
     A parameter without any effect (the bias of attention's keys) has a gradient of rounding errors
     alone: what is below the rounding of the whole gradient is no difference.
     """
-    sizes = {k: float(r.abs().sum(0).norm()) for k, r in rows.items() if k in G}
-    whole = math.hypot(*sizes.values())
-    errors = {}
-    for k, g in G.items():
-        if k not in sizes:
-            errors[k] = 1.0 if bool(g.any()) else 0.0
-            continue
-        eps = min(torch.finfo(g.dtype).eps, torch.finfo(torch.float32).eps)
-        off = float((rows[k].sum(0) - g).norm()) - eps * whole
-        errors[k] = max(0.0, off) / (sizes[k] + 1e-30)
+    sizes = world.norms({k: r.abs().sum(0) for k, r in rows.items() if k in G})
+    off = world.norms({k: rows[k].sum(0) - g for k, g in G.items() if k in sizes})
+    whole = math.hypot(*map(float, sizes.values()))
+    errors = {k: 1.0 if bool(g.any()) else 0.0 for k, g in G.items()}
+    for k, x in off.items():
+        eps = min(torch.finfo(G[k].dtype).eps, torch.finfo(torch.float32).eps)
+        errors[k] = max(0.0, float(x) - eps * whole) / (float(sizes[k]) + 1e-30)
     return errors

@@ -176,15 +176,27 @@ def stepped(
             n = sum(len(group["params"]) for group in o.param_groups)
             found += stepped(o, list(itertools.islice(rest, n)), scale)
         return found
-    twin = copy.deepcopy(optimizer, _copied_parts(optimizer))
-    for name, value in vars(optimizer).items():  # attributes of subclasses are not in its state
-        if not name.startswith("_optimizer") and name not in ("grad_scale", "found_inf"):
-            vars(twin).setdefault(name, value)
+    twin = twin_of(optimizer, _copied_parts(optimizer))
     params = [p for group in twin.param_groups for p in group["params"]]
     for p, g in zip(params, gradients, strict=True):
         p.grad = None if g is None else (g if scale is None else g / scale).clone()
     twin.step()
     return [p.detach() for p in params]
+
+
+def twin_of(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """A copy of an optimizer, with its own parameters and state; ``memo`` as ``deepcopy`` takes it.
+
+    Methods that others have replaced in the object (a learning rate scheduler puts a ``step`` there
+    that steps the original) are those of the class again.
+    """
+    twin = copy.deepcopy(optimizer, memo)
+    for name, value in vars(optimizer).items():  # attributes of subclasses are not in its state
+        replaced = callable(getattr(type(optimizer), name, None))
+        unlike = replaced or name.startswith("_optimizer") or name in ("grad_scale", "found_inf")
+        if not unlike:
+            vars(twin).setdefault(name, value)
+    return twin
 
 
 def _copied_parts(optimizer: Optimizer) -> dict[int, Any]:

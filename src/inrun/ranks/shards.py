@@ -277,7 +277,9 @@ class Shards:
     def gradient(self, loss: Tensor, shards: Sequence[Tensor]) -> list[Tensor]:
         """The gradient of the mean over ranks of their losses, by ``backward()``; the training's
         own is set aside meanwhile."""
-        known = (*self._model.parameters(), *map(whole, shards))
+        # During a pass the model has gathered parameters in place of shards.
+        spread = (raw.sharded_param for group in self.groups for raw in group.params)
+        known = (*self._model.parameters(), *spread)
         every = [p for p in {id(p): p for p in known}.values() if p.requires_grad]
         own = [p.grad for p in every]
         try:
@@ -326,6 +328,12 @@ class Shards:
             found[k] = full.narrow(1 + dim, 0, raw._orig_size[dim]).to(self.device)
             at += n
         return found
+
+    def own_part(self, raw: Any, x: Tensor) -> Tensor:
+        """Of tensors [n, *whole] for a parameter the part of this rank's shard: [n, *shard]."""
+        dim, shape = raw.fsdp_placement.dim, local_of(raw.sharded_param).shape
+        at = dist.get_rank(self.ranks) * raw.padded_sharded_param_size[dim]
+        return x.narrow(1 + dim, min(at, x.shape[1 + dim]), shape[dim])
 
     def _gathered(self, flat: Tensor, W: int) -> Tensor:
         """The numbers of all ranks, one after the other."""

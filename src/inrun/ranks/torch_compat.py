@@ -81,3 +81,40 @@ def local_of(x: Tensor) -> Tensor:
     """
     held: Tensor = getattr(x, "_local_tensor", x)
     return held
+
+
+def unsharded_class(module: nn.Module) -> type[nn.Module] | None:
+    """The class that a module had before ``fully_shard``; None if it was not given to it.
+
+    ``fully_shard`` makes a class of two bases, ``FSDPModule`` and the module's own, and refuses
+    ``deepcopy``. Public replacement: none. Tried: 2.11, 2.13.
+    """
+    bases = type(module).__bases__
+    if len(bases) == 2 and bases[0].__name__ == "FSDPModule":
+        own: type[nn.Module] = bases[1]
+        return own
+    return None
+
+
+def without_sharding(held: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a module that was given to ``fully_shard``, without its notes and hooks.
+
+    Public replacement: none. Tried: 2.13.
+    """
+    found = {k: x for k, x in held.items() if not k.startswith("__composable_api")}
+    for k in ("_forward_pre_hooks", "_forward_hooks"):
+        own = ((i, f) for i, f in held[k].items() if not _of_fsdp(f))
+        found[k] = type(held[k])(own)
+    return found
+
+
+def _of_fsdp(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
+
+
+def policy_of(module: Any) -> Any:
+    """The ``MixedPrecisionPolicy`` of a module that was given to ``fully_shard``.
+
+    Public replacement: none. Tried: 2.11, 2.13.
+    """
+    return module._get_fsdp_state()._mp_policy

@@ -90,14 +90,6 @@ class World:
                 "the loss of any row (docs/distributed.md)"
             )
 
-    def refuse_check(self) -> None:
-        """Exact values need the step of every coalition, with whole parameters and state."""
-        if self.shards is not None:
-            raise RuntimeError(
-                "run.check() needs whole parameters, and fully_shard spreads them over ranks: call "
-                "it in a run with DistributedDataParallel or in one process"
-            )
-
     def averaged(self, x: Tensor) -> Tensor:
         """Products with gradients of this rank's examples as they are in the mean over ranks."""
         return x if self.alone else x * self.share

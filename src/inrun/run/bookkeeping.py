@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from collections import deque
@@ -19,6 +18,7 @@ from inrun.errors import BatchError
 from inrun.gradients import Form
 from inrun.ledger.entries import Ledger, StepEntry, step_row
 from inrun.ledger.tables import harm_of
+from inrun.ranks.memory import free_bytes
 from inrun.scoring.carry import Window
 from inrun.scoring.conclude import Pending, StepResult
 
@@ -221,17 +221,6 @@ class MemoryLimit:
                 "watch(..., offload=True) to keep it in host memory, ignore=[...] for the largest "
                 "layers, or raise memory_limit."
             )
-
-
-def free_bytes(device: torch.device, offload: bool) -> int:
-    """Bytes that can still be allocated where records are kept."""
-    if device.type == "cuda" and not offload:
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return 2**62
 
 
 class EntryQueue:

@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 from inrun.optimizers import rule_for
 from inrun.optimizers.base import momentum_rules
 from inrun.optimizers.joint import Optimizers, members_of
+from inrun.ranks.memory import free_bytes
 from inrun.ranks.world import World
-from inrun.run.bookkeeping import Config, free_bytes
+from inrun.run.bookkeeping import Config
 from inrun.scoring.carry import LEFT, Window, window_steps
 from inrun.scoring.estimators import CARRY, Estimator
 

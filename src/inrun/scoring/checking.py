@@ -16,6 +16,7 @@ from inrun.exact.repeat import verified_rows
 from inrun.ranks.world import World
 from inrun.scoring.agreed import OTHER_DIRECTION, SAME_EVERYWHERE, Agreed, agreed
 from inrun.scoring.conclude import Columns, Conclusion
+from inrun.scoring.sharded_check import check_sharded
 from inrun.tensors.autocast import no_autocast
 from inrun.validation.split import digest
 
@@ -70,6 +71,9 @@ def check_step(
 ) -> None:  # fmt: skip
     """Fill in ``check``: the values of the first estimator beside exact Shapley values."""
     check.step, check.estimator = step.number, scorer.estimators[0].name
+    if scorer.world.shards is not None:
+        check_sharded(scorer, check, step, ids, values, clipping)
+        return
     ids, values, rows, nobody = gathered(
         scorer.world, check, scorer.model, scorer.params, step.micros, step.G, step.tolerance,
         ids, values,

@@ -77,14 +77,17 @@ class Clipping:
         across = self.scale * self.across
         return across * values + (self.ratio - across) * expected[:, None] * aligned
 
-    def function(self) -> Callable[[list[Tensor | None]], list[Tensor | None]]:
-        """C itself, for the gradient of any coalition."""
+    def function(
+        self, world: World = ALONE
+    ) -> Callable[[list[Tensor | None]], list[Tensor | None]]:
+        """C itself, for the gradient of any coalition; where gradients are shards, all ranks call
+        it together."""
 
         def clip(gradients: list[Tensor | None]) -> list[Tensor | None]:
             some = [g for g in gradients if g is not None]
             factor = self.scale
             if self.norm is not None:
-                size = math.sqrt(sum(float(g.double().square().sum()) for g in some)) * factor
+                size = math.hypot(*_norms(some, world)) * factor
                 factor *= min(1.0, self.norm / (size + 1e-6))
             bound = self.bound
             return [
