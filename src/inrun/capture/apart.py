@@ -13,14 +13,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from inrun.capture.micro_batch import MicroBatch
+from inrun.capture.micro_batch import OWN_NUMBERS, MicroBatch
 from inrun.gradients import Dense, Record
-from inrun.gradients.embedding import Bags, Lookup
 from inrun.gradients.nodes import Node, pull_back
 from inrun.gradients.owned import Owned
-from inrun.gradients.records import Aligned, Pair
-
-_OWN_NUMBERS = (Dense, Pair, Aligned, Lookup, Bags)  # records that hold all that they are made of
 
 
 def part(micro: MicroBatch, names: Collection[str]) -> MicroBatch:
@@ -53,7 +49,7 @@ def frozen(micro: MicroBatch, params: Mapping[str, Tensor]) -> MicroBatch:
 
 def _holds_its_numbers(record: Record) -> bool:
     inner = record.record if isinstance(record, Owned) else record
-    return isinstance(inner, _OWN_NUMBERS)
+    return isinstance(inner, OWN_NUMBERS)
 
 
 def _added(a: Tensor | None, b: Tensor) -> Tensor:

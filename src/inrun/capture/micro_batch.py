@@ -13,10 +13,10 @@ from torch import Tensor
 from inrun.errors import written_to
 from inrun.gradients import Call, Dense, Form, Record
 from inrun.gradients.cost import MANY, Layer, materialise
-from inrun.gradients.embedding import Lookup
+from inrun.gradients.embedding import Bags, Lookup
 from inrun.gradients.nodes import Node
 from inrun.gradients.owned import Owned, Positions, by_owner
-from inrun.gradients.records import Pair, Replay
+from inrun.gradients.records import Aligned, Pair, Replay
 from inrun.gradients.use import Use
 from inrun.tensors.autocast import Autocast
 from inrun.tensors.layout import Layout
@@ -26,6 +26,9 @@ from inrun.torch_compat import version_of
 if TYPE_CHECKING:
     from inrun.capture.site import Site
     from inrun.capture.tap import Awaited
+
+
+OWN_NUMBERS = (Dense, Pair, Aligned, Lookup, Bags)  # records that hold all that they are made of
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class MicroBatch:
     void: str | None = None  # why it cannot be scored
     nobody: bool = False  # may records have a row more, for what belongs to no example?
     signals: Tensor | None = None  # [5, B] sums over the rows of losses (signals.py)
+    together: list[tuple[str, frozenset[str]]] = field(default_factory=list)  # see Keeper
     doubts: list[tuple[str, Tensor]] = field(default_factory=list)  # flags: owners disagree in ...
     _records: dict[Node, list[Record]] = field(default_factory=dict)
     _awaited: list[Awaited] = field(default_factory=list, repr=False)
@@ -281,6 +285,7 @@ class Keeper:
 
     def keep(self, micro: MicroBatch, call: Call, pairs: Sequence[tuple[Node, Record]]) -> None:
         """Add the records of an operation to the micro-batch."""
+        self._note_together(micro, call, pairs)
         for node, record in pairs:
             if call.positions is not None:
                 record = by_owner(record, call.positions, call.form == "materialise")
@@ -288,6 +293,16 @@ class Keeper:
             if self.offload:
                 record = record.map(lambda t: t.to("cpu", non_blocking=False))
             self.check_memory(micro.add(node, record, self.directions))
+
+    def _note_together(
+        self, micro: MicroBatch, call: Call, pairs: Sequence[tuple[Node, Record]]
+    ) -> None:
+        """Note parameters that must be whole at the same time: those of an operation of which a
+        record may run it again."""
+        nodes = [node for node in call.nodes if node is not None]
+        if len(nodes) > 1 and any(not isinstance(record, OWN_NUMBERS) for _, record in pairs):
+            roots = frozenset().union(*(node.roots for node in nodes))
+            micro.together.append((call.name, roots))
 
     def _cover(self, name: str, form: str, nodes: Sequence[Node]) -> None:
         """Note the operation in which nodes were met, and the form of what is kept."""

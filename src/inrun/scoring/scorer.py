@@ -235,7 +235,7 @@ class Scorer:
         params = {k: p for k, p in self.params.items() if p.grad is not None}
         if not self.conclusion.verified:
             refuse_unseen(self.world, list(params), micros)
-            refuse_scattered(self.world, micros)
+        refuse_scattered(self.world, micros, first=not self.conclusion.verified)
         if not self._moved.again():
             self._moved = Moved.of(self.rules, self.world)
         moved = self._moved

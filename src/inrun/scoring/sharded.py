@@ -44,21 +44,29 @@ def contraction(world: World) -> Callable[..., Products]:
     return by_group
 
 
-def refuse_scattered(world: World, micros: Sequence[MicroBatch]) -> None:
-    """Raise on all ranks if a tensor is made of parameters that are gathered apart."""
+def refuse_scattered(world: World, micros: Sequence[MicroBatch], first: bool) -> None:
+    """Raise if parameters that are gathered apart are needed together. In the ``first`` steps on all
+    ranks; later a pass that is unlike those before raises where it is seen."""
     shards = world.shards
     if shards is None:
         return
-    wrong = set().union(*world.gather(_scattered(shards, micros)))
+    wrong = _scattered(shards, micros)
+    if first:
+        wrong = set().union(*world.gather(wrong))
     if wrong:
         raise CaptureError(
-            f"{min(wrong)} is made of parameters that fully_shard gathers apart, so they are never "
-            "whole at the same time. Give their modules to fully_shard as one: "
+            f"{min(wrong)} parameters that fully_shard gathers apart, so they are never whole at "
+            "the same time. Give their modules to fully_shard as one: "
             "fully_shard([module_a, module_b])"
         )
 
 
 def _scattered(shards: Shards, micros: Sequence[MicroBatch]) -> set[str]:
+    needed = {(f"{n.name} is made of", n.roots) for m in micros for n in m.met_nodes}
+    for op, names in (x for m in micros for x in m.together):
+        needed.add((f"the operation '{op}' on {', '.join(sorted(names))} uses", names))
+    several = [(what, names) for what, names in needed if len(names) > 1]
+    if not several:
+        return set()
     group_of = {k: i for i, group in enumerate(shards.inner) for k in shards.named(group)}
-    nodes = (node for m in micros for node in m.met_nodes)
-    return {n.name for n in nodes if len({group_of[k] for k in n.roots if k in group_of}) > 1}
+    return {w for w, names in several if len({group_of[k] for k in names if k in group_of}) > 1}
