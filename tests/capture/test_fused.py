@@ -1,6 +1,8 @@
 """Fused ops (operation and tap in one autograd node) beside the same operations with a tap."""
 
 import copy
+import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -115,3 +117,31 @@ def test_a_backward_pass_of_the_backward_pass_is_refused():
         optimizer.step()
         with pytest.raises(inrun.CaptureError, match="create_graph"), run.batch(range(6)):
             F.cross_entropy(model(x), y).backward(create_graph=True)
+
+
+@pytest.mark.parametrize("left_out", ["up.bias", "up.weight", "norm.weight", "norm.bias"])
+def test_parameters_that_are_left_out_are_trained(left_out):
+    def trained(watched):
+        torch.manual_seed(0)
+        model = Net("plain").double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        x, y = torch.randn(6, 16, 4, dtype=torch.float64), torch.randint(0, CLASSES, (6,))
+        options = {"training": "fast", "form": "materialise", "ignore": left_out}
+        run = inrun.watch(
+            model, optimizer, validation=[(x[:2], y[:2])], **options,
+            loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]),
+        ) if watched else None  # fmt: skip
+        for _ in range(4):  # calls are fused once they are known
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "the loss inside run.batch also trains")
+                with run.batch(range(6)) if watched else nullcontext():
+                    F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if watched:
+            run.close()
+        return dict(model.named_parameters())
+
+    plain, watched = trained(False), trained(True)
+    for k, p in plain.items():
+        assert torch.allclose(p, watched[k], rtol=1e-9, atol=1e-11), k

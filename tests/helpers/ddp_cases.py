@@ -131,6 +131,7 @@ def muon(p):
     return torch.optim.Muon(p, lr=1e-2)
 
 
+FAST = {"training": "fast", "form": "materialise"}  # every weight gradient is a sum
 CASES = {
     "gpt": Case(targets=2, watch={"estimator": ["secant", "sgd"]}),
     "convnet, SGD": Case(ConvNet, sgd),
@@ -151,6 +152,9 @@ CASES = {
     "by hand": Case(by_hand=True, clip=clip_norm, watch={"max_norm": 0.5}),
     "every second step": Case(watch={"every": 2, "seed": 3}),
     "compiled": Case(compiled),
+    "fast": Case(
+        ddp={"gradient_as_bucket_view": True}, watch={"ignore": ["blocks.0.qkv.bias"], **FAST}
+    ),
 }
 
 
@@ -184,11 +188,12 @@ def average(model):
 
 def train(case, world, rank, watched=True, out=None, checks=None):
     """Train as a rank of a world, or (None) on the joined batches: the run, and the state. A check
-    of the last step is added to ``checks``."""
+    of the last step is added to ``checks``. Where there is a process group of one process, the
+    model is sharded on it, so that its numbers are cast as those of ranks are."""
     torch.manual_seed(0)
     model = net = case.model()
     x = data()
-    if rank is not None and case.shard is not None:
+    if case.shard is not None and (rank is not None or dist.is_initialized()):
         case.shard(model)
     elif rank is not None and not case.by_hand:
         net = DistributedDataParallel(model, **case.ddp)

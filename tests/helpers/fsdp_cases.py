@@ -12,6 +12,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from helpers.ddp_cases import (
+    FAST,
     LENGTH,
     MICROS,
     WORDS,
@@ -89,6 +90,9 @@ FSDP_CASES = {
     "fsdp, bf16": Case(optimizer=sgd, shard=sharded(mp_policy=BF16), close=0.1),
     "fsdp, a rank without examples": Case(LoRA, sizes=(3, 0, 2, 4), shard=sharded()),
     "fsdp, some left out": Case(shard=sharded(), watch={"ignore": ["blocks.0.*", "norm.weight"]}),
+    "fsdp, fast, clipped": Case(
+        clip=clip_norm, shard=sharded(), watch={"max_norm": 0.5, "ignore": ["norm.bias"], **FAST}
+    ),
     "fsdp, odd operations": Case(Odd, shard=sharded(), evaluate=True),
 }
 FSDP_FOUR = {

@@ -23,10 +23,15 @@ def all_cases(rank, world, names, folder):
         case = (TWO | FOUR)[name]
         run, state = train(case, world, rank, out=folder / str(i))
         _, plain = train(case, world, rank, watched=False)
-        same = all(torch.equal(a, b) for a, b in zip(state, plain, strict=True))
+        equal = close_by if case.watch.get("training") == "fast" else torch.equal
+        same = all(equal(a, b) for a, b in zip(state, plain, strict=True))
         dist.barrier()
         found[name] = same, run.steps(), run.coverage()
     return found
+
+
+def close_by(a, b):
+    return torch.allclose(a, b, rtol=1e-9, atol=1e-10)
 
 
 @pytest.fixture(scope="module")

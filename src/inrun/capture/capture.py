@@ -64,7 +64,7 @@ class Capture:
         offload: keep records in host memory.
         check_memory: called with the bytes of every record that is kept.
         on_first_gradient: called in each batch before anything is added to .grad.
-        shards: what FSDP made of the model; weight gradients are then never sums.
+        shards: what FSDP made of the model.
     """
 
     def __init__(
@@ -83,7 +83,6 @@ class Capture:
         shards: Shards | None = None,
     ) -> None:
         self.model, self.shards = model, shards
-        fast = fast and shards is None
         self.on_empty: Callable[[BatchError, bool], None] = _refuse  # a batch without a gradient
         self.trigger = torch.zeros((), requires_grad=True)  # puts taps into the graph
         self.blocks = Blocks()

@@ -312,7 +312,7 @@ _FUSED_OPS = {
 
 def fused_op(call: Call, func: Any, summed: tuple[int, ...]) -> FusedOp | None:
     """The fused op for a call: on a CPU, arguments in their order, only the input belongs to the
-    examples, and the gradients of all parameters are sums. None where one of these is untrue."""
+    examples, and the gradients of all other tensors are sums. None where one is untrue."""
     found, leaves = _FUSED_OPS.get(func), call.leaves
     if found is None or not summed or present(call.layouts) != (0,) or not leaves[0].is_cpu:
         return None
@@ -320,7 +320,9 @@ def fused_op(call: Call, func: Any, summed: tuple[int, ...]) -> FusedOp | None:
         return None
     complete = len(leaves) >= len(found.names) - found.optional
     in_order = all(call.at(i, found.names[i]) == i for i in range(len(leaves)))
-    return found if complete and in_order and set(summed) == set(present(call.nodes)) else None
+    given = {i for i, x in enumerate(leaves) if isinstance(x, Tensor)} - {0}
+    every = set(summed) == set(present(call.nodes)) == given  # others would get no gradient
+    return found if complete and in_order and every else None
 
 
 class Fused(torch.autograd.Function):

@@ -87,8 +87,7 @@ def watch(
         point: where the validation gradient is taken: "midpoint", "current" or "gauss2" (two
             points, twice the cost); None is midpoint for secant and current for the others.
         training: "bitwise" leaves the training as it is without inrun, bit for bit; "fast" forms
-            weight gradients as sums of per-example gradients, the same up to rounding (not under
-            ``fully_shard``, where it is "bitwise", too). What is
+            weight gradients as sums of per-example gradients, the same up to rounding. What is
             compiled by ``torch.compile`` is the same up to rounding in any case.
         audit_every: every ``audit_every`` steps, measure the validation losses before the step,
             after it without the batch and after it with the batch; 0 never.

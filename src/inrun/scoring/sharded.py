@@ -16,6 +16,7 @@ from torch import Tensor
 
 from inrun.capture.micro_batch import MicroBatch
 from inrun.errors import CaptureError
+from inrun.gradients.records import wide_type
 from inrun.ranks.shards import Shards
 from inrun.ranks.world import World
 from inrun.scoring.contraction import Products, add_gradient, contract
@@ -37,7 +38,9 @@ def contraction(world: World) -> Callable[..., Products]:
         values = expected.new_zeros(len(expected), sum(m.columns for m in micros))
         for raws in shards.in_turn(u):
             whole = shards.joined(raws, {k: u[k].full for k in raws})
-            found, _ = contract({k: Direction(x) for k, x in whole.items()}, G, micros, sums=False)
+            as_records = {k: wide_type(raw._unsharded_param.dtype) for k, raw in raws.items()}
+            along = {k: Direction(x.to(as_records[k])) for k, x in whole.items()}
+            found, _ = contract(along, G, micros, sums=False)
             values += found.to(values.device)
         return values, world.of_whole(expected)
 
@@ -45,8 +48,8 @@ def contraction(world: World) -> Callable[..., Products]:
 
 
 def refuse_scattered(world: World, micros: Sequence[MicroBatch], first: bool) -> None:
-    """Raise if parameters that are gathered apart are needed together. In the ``first`` steps on all
-    ranks; later a pass that is unlike those before raises where it is seen."""
+    """Raise if parameters that are gathered apart are needed together. In the ``first`` steps on
+    all ranks; later a pass that is unlike those before raises where it is seen."""
     shards = world.shards
     if shards is None:
         return
