@@ -14,6 +14,7 @@ from helpers.trainers import (
     documents,
     llama,
     padded,
+    per_token,
     same_weights,
     sgd,
     with_lora,
@@ -138,10 +139,75 @@ def test_supervised_is_the_loop_written_out(tokenizer, own_loss):
         torch.testing.assert_close(a, b, rtol=close, atol=1e-12 if own_loss else 1e-8)
 
 
-def test_only_completions_count(tokenizer):
-    rows = [{**r, "labels": [-100, -100, *r["labels"][2:]]} for r in ROWS]
-    run = pair(sft, tokenizer, rows=rows)
-    assert len(run.values()) == 14
+CHAT = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}w4 {% generation %}"
+    "{{ m['content'] }} <eos>{% endgeneration %} {% else %}w3 {{ m['content'] }} <eos> {% endif %}"
+    "{% endfor %}"
+)
+
+
+def conversation(i):
+    """The words of two turns and of two answers."""
+    return [f"w{10 + i} w6", f"w{20 + i} w{i + 5}", f"w7 w{11 + i} w8", f"w{30 + i}"]
+
+
+def only(kind, i):
+    """A row for the trainer, and its tokens and labels by hand."""
+    first, answer, second, last = conversation(i)
+
+    def tokens(*words):
+        known = {"<eos>": 1} | {f"w{k}": k for k in range(3, 50)}
+        return [known[w] for text in words for w in text.split()]
+
+    if kind == "completion":
+        prompt, rest = tokens(first), tokens(answer, "<eos>")
+        row = {"prompt": first, "completion": f" {answer}"}
+        return row, prompt + rest, [-100] * len(prompt) + rest
+    said = zip(["user", "assistant"] * 2, conversation(i), strict=True)
+    asked, then = tokens("w3", first, "<eos>", "w4"), tokens("w3", second, "<eos>", "w4")
+    parts = [(asked, False), (tokens(answer, "<eos>"), True),
+             (then, False), (tokens(last, "<eos>"), True)]  # fmt: skip
+    row = {"messages": [{"role": role, "content": text} for role, text in said]}
+    return (
+        row,
+        [t for part, _ in parts for t in part],
+        [t if counts else -100 for part, counts in parts for t in part],
+    )
+
+
+@pytest.mark.parametrize("kind", ["assistant", "completion"])
+def test_only_answers_count(tokenizer, kind):
+    """``assistant_only_loss`` and ``completion_only_loss``: the loop over tokens and labels that
+    were written by hand. A loss over all tokens is another one."""
+    tokenizer.chat_template = CHAT
+    made = [only(kind, i) for i in range(14)]
+    data = inrun.with_ids(datasets.Dataset.from_list([row for row, _, _ in made]))
+    rows = [{"input_ids": tokens, "labels": labels} for _, tokens, labels in made]
+    held_out, trained = padded(rows[:5]), []
+    for watch in (False, True):
+        args = arguments(
+            trl.SFTConfig, bf16=False, gradient_checkpointing=False, optim="sgd", learning_rate=0.1,
+            gradient_accumulation_steps=2, **{f"{kind}_only_loss": True},
+        )  # fmt: skip
+        trainer = trl.SFTTrainer(
+            model=llama(), args=args, processing_class=tokenizer, train_dataset=data,
+            eval_dataset=data.select(range(5)),
+        )  # fmt: skip
+        if watch:
+            inrun.integrations.hf.watch(trainer)  # by the eval_dataset, as TRL has prepared it
+        trainer.train()
+        trained.append(trainer)
+    assert same_weights(*(t.model for t in trained)) and logged(trained[0]) == logged(trained[1])
+    run, first = trainer.inrun, int(getattr(trainer, "_loss_shifts_labels", False))
+    model = llama()
+    twin = by_hand(model, rows, held_out, in_steps(run), first=first, make=sgd)
+    same_values(run, twin, 1e-6)
+    for a, b in zip(model.parameters(), trainer.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+    everything = [{**row, "labels": row["input_ids"]} for row in rows]
+    other = by_hand(llama(), everything, held_out, in_steps(run), first=first, make=sgd)
+    with pytest.raises(AssertionError):
+        same_values(run, other, 1e-2)
 
 
 def test_packed_and_padding_free_documents_have_the_values_of_padded_ones(tokenizer):
@@ -200,6 +266,83 @@ def test_packed_documents_have_the_ids_of_their_rows(tokenizer):
         values(data.select(range(5)))
     with pytest.raises(ValueError, match="where nothing is packed"):
         values(data, packing=False)
+
+
+WRAPPED = {"packing": True, "packing_strategy": "wrapped", "eval_packing": False, "max_length": 8,
+           "optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant",
+           "per_device_train_batch_size": 100}  # fmt: skip
+
+
+def wrapped(tokenizer, documents, **options):
+    trainer = sft(tokenizer, **WRAPPED | options)
+    inrun.integrations.hf.watch(trainer, documents=documents, validation=[padded(ROWS[:5])],
+                                loss=lambda m, b: m(**b).loss)  # fmt: skip
+    return trainer
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["rows", "flat"])
+def test_documents_cut_anywhere_have_the_values_of_their_pieces(tokenizer, flat):
+    """One step of SGD over rows of 8 tokens: the joined documents, cut by hand."""
+    data = inrun.with_ids(datasets.Dataset.from_list(ROWS), ids=[f"doc {i}" for i in range(14)])
+    flat = {"padding_free": True} if flat else {}
+    plain = sft(tokenizer, shuffle_dataset=False, **WRAPPED | flat)
+    plain.train()
+    trainer = wrapped(tokenizer, data, shuffle_dataset=False, **flat)
+    assert trainer.args.max_length == 8 and not trainer.args.shuffle_dataset
+    trainer.train()
+    assert same_weights(plain.model, trainer.model) and trainer.inrun.step == 1
+    joined = [t for row in ROWS for t in row["input_ids"]]
+    owner = [i for i, row in enumerate(ROWS) for _ in row["input_ids"]]
+    rows = [joined[k : k + 8] for k in range(0, len(joined), 8)]
+    assert {*map(len, rows)} == {8, len(joined) % 8} and len(joined) % 8
+    batch = padded([{"input_ids": r, "labels": [-100, *r[1:]] if flat else r} for r in rows])
+    whose = torch.tensor(owner + [-1] * (-len(joined) % 8)).view(-1, 8)
+    model, held_out = llama(), padded(ROWS[:5])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    twin = inrun.watch(model, optimizer, validation=[held_out])
+    first = int(getattr(trainer, "_loss_shifts_labels", False))  # before transformers 5: 0
+    tokens = (batch["labels"][:, first:] != -100).sum()
+    with twin.batch([f"doc {i}" for i in range(14)], owner=whose):
+        per_token(model, batch, tokens).backward()
+    optimizer.step()
+    twin.close()
+    same_values(trainer.inrun, twin, 1e-6)
+    for a, b in zip(model.parameters(), trainer.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+def test_the_pieces_of_documents_are_found_where_the_trainer_shuffles(tokenizer):
+    texts = [{"text": " ".join(f"w{t}" for t in row["input_ids"])} for row in ROWS]
+    data = datasets.Dataset.from_list([*texts, texts[3]])  # a copy is a row of its own
+    trainer = trl.SFTTrainer(
+        model=llama(), args=arguments(trl.SFTConfig, bf16=False, gradient_checkpointing=False,
+        shuffle_dataset=True, **WRAPPED), processing_class=tokenizer, train_dataset=data,
+        eval_dataset=data.select(range(2)),
+    )  # fmt: skip
+    watched = inrun.integrations.hf.watch(trainer, documents=data)
+    rows = [torch.tensor(r) for r in trainer.train_dataset["input_ids"]]
+    pieces = dict.fromkeys(range(15), 0)
+    for r, tokens in enumerate(rows):
+        found = watched._documents.of({"ids": torch.tensor([r])}, {"input_ids": tokens[None]})
+        assert found["owner"].shape == (1, len(tokens)) and found["owner"].min() == 0
+        for k, i in enumerate(found["ids"]):
+            own = " " + " ".join(str(t) for t in tokens[found["owner"][0] == k].tolist()) + " "
+            whole = [*ROWS[3 if i == 14 else i]["input_ids"], 1]  # with <eos>
+            assert own in " " + " ".join(map(str, whole)) + " "
+            pieces[i] += (found["owner"] == k).sum().item()
+    assert pieces == {i: len(ROWS[3 if i == 14 else i]["input_ids"]) + 1 for i in range(15)}
+    trainer.train()
+    assert sorted(trainer.inrun.values()["id"]) == list(range(15))
+
+
+def test_rows_cut_anywhere_are_refused_without_their_documents(tokenizer):
+    with pytest.raises(ValueError, match=r"packing_strategy='wrapped'.*documents="):
+        wrapped(tokenizer, None)
+    with pytest.raises(inrun.BatchError, match="not what the trainer trains on"):
+        wrapped(tokenizer, datasets.Dataset.from_list(ROWS[::-1]))
+    stream = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
+    with pytest.raises(TypeError, match="streamed dataset packed as 'wrapped'"):
+        wrapped(tokenizer, stream)
 
 
 def preference_loss(model, reference, pairs):

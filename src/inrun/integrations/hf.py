@@ -28,7 +28,7 @@ import torch
 
 import inrun
 from inrun.integrations.outcome import numbers, write_report
-from inrun.integrations.packed import DocumentIds
+from inrun.integrations.packed import Documents, documents_of
 from inrun.integrations.trainer_data import train_loader, validation_data, validation_loss
 
 try:
@@ -67,7 +67,8 @@ def watch(
         report: write ``report.html`` into this folder when the training ends.
         documents: with TRL's ``packing=True``: the dataset that the trainer was given, perhaps
             ``inrun.with_ids`` of it. Packed documents then have the ids of its rows; without it
-            they are named by ``inrun.row_id`` of their tokens.
+            they are named by ``inrun.row_id`` of their tokens. ``packing_strategy="wrapped"`` needs
+            it.
         options: everything else that :func:`inrun.watch` takes.
 
     Returns:
@@ -81,7 +82,7 @@ def watch(
         )
     if isinstance(before := getattr(trainer, "inrun", None), WatchedTrainer):
         before.detach()
-    named = None if documents is None else DocumentIds(trainer, documents)
+    named = documents_of(trainer, documents)
     trainer.inrun = watched = WatchedTrainer(
         trainer, validation, targets, loss, out, report, named, options
     )
@@ -99,7 +100,7 @@ class WatchedTrainer:
         loss: Callable[..., torch.Tensor] | None,
         out: str | os.PathLike[str] | None,
         report: bool,
-        documents: DocumentIds | None,
+        documents: Documents | None,
         options: dict[str, Any],
     ) -> None:
         self.run: inrun.Run | None = None
@@ -157,7 +158,7 @@ class WatchedTrainer:
         assert self.run is not None
         names, inputs = inrun.take_ids(inputs)
         if self._documents is not None:
-            names["ids"] = self._documents.of(names["ids"])
+            names = self._documents.of(names, inputs)
         with self.run.batch(**names):
             return own(model, inputs, *args, **kwargs)
 
