@@ -1,7 +1,5 @@
-"""A ``Trainer`` in one of several processes. As a script, for ``accelerate launch``:
-
-    accelerate launch ... tests/helpers/trainer_ranks.py FOLDER     writes FOLDER/rank-K.pickle
-"""
+"""A ``Trainer`` in one of several processes. As a script, for ``accelerate launch``, it writes what
+each rank found into ``rank-K.pickle`` in the folder that it is given."""
 
 from __future__ import annotations
 

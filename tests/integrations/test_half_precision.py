@@ -1,6 +1,6 @@
-"""float16 with a ``GradScaler`` through Accelerate, the Trainer and Lightning, against the loop
-written out. The libraries refuse float16 without a GPU before they do anything, while torch has
-autocast and the scaler for a CPU, too: what they set on a GPU is set here.
+"""bfloat16, and float16 with a ``GradScaler``, through Accelerate, the Trainer and Lightning,
+against the loop written out. The libraries refuse float16 without a GPU before they do anything,
+while torch has autocast and the scaler for a CPU, too: what they set on a GPU is set here.
 ``benchmarks/half_precision.py`` compares the same on a GPU."""
 
 import numpy as np
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"),
               pytest.mark.filterwarnings("ignore::UserWarning")]  # fmt: skip
 
 ROWS, HELD_OUT, CLIP = documents(24, seed=1), documents(5, seed=2), 0.5
-SCALES = {"usual": 2.0**16, "overflows": 2.0**23}
+CASES = {"bf16": None, "fp16": 2.0**16, "fp16, overflow": 2.0**23}  # the first scale of the loss
 
 
 @pytest.fixture(autouse=True)
@@ -27,23 +27,32 @@ def _as_people_train():
     torch.set_default_dtype(torch.float32)
 
 
-def loss(model, batch, **more):
-    with torch.autocast("cpu", torch.float16):
-        return model(**batch, **more).loss
+def loss_in(scale):
+    half = torch.bfloat16 if scale is None else torch.float16
+
+    def loss(model, batch, **more):
+        with torch.autocast("cpu", half):
+            return model(**batch, **more).loss
+
+    return loss
+
+
+def scaler_of(scale):
+    return torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
 
 
 def on_a_cpu(accelerator, scale):
     accelerator.state._mixed_precision = "fp16"
     accelerator.native_amp = True
-    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    accelerator.scaler = scaler_of(scale)
 
 
 def by_hand(order, scale, first=None):
     """``first``: the first position whose label the Trainer counts, to divide the loss by."""
-    model = llama()
-    optimizer, scaler = adamw(model.parameters()), torch.amp.GradScaler("cpu", init_scale=scale)
+    model, loss = llama(), loss_in(scale)
+    optimizer, scaler = adamw(model.parameters()), scaler_of(scale)
     run = inrun.watch(model, optimizer, validation=[padded(HELD_OUT)], loss=loss, max_norm=CLIP,
-                      scaler=scaler)  # fmt: skip
+                      scaler=scaler if scale else None)  # fmt: skip
     model.train()
     for ids in order:
         batch = padded([ROWS[i] for i in ids])
@@ -64,14 +73,15 @@ def by_hand(order, scale, first=None):
 
 
 def accelerated(scale, watch=True):
-    accelerator = accelerate.Accelerator(cpu=True)
-    on_a_cpu(accelerator, scale)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=None if scale else "bf16")
+    if scale:
+        on_a_cpu(accelerator, scale)
     model, order = llama(), []
     loader = DataLoader(inrun.with_ids(ROWS), 4, collate_fn=inrun.carry_ids(padded))
     prepared, optimizer, loader = accelerator.prepare(model, adamw(model.parameters()), loader)
     if watch:
-        run = inrun.watch(prepared, optimizer, validation=[padded(HELD_OUT)], loss=loss,
-                          max_norm=CLIP)  # fmt: skip
+        run = inrun.watch(prepared, optimizer, validation=[padded(HELD_OUT)], max_norm=CLIP,
+                          loss=loss_in(scale))  # fmt: skip
     prepared.train()
     for batch in loader:
         names, batch = inrun.take_ids(batch)
@@ -91,13 +101,15 @@ def accelerated(scale, watch=True):
 
 
 def trained(scale, watch=True):
-    args = arguments(tf.TrainingArguments, lr_scheduler_type="constant", optim="adamw_torch")
+    args = arguments(tf.TrainingArguments, lr_scheduler_type="constant", optim="adamw_torch",
+                     bf16=scale is None)  # fmt: skip
     each = tf.Trainer(model=llama(), args=args, train_dataset=ROWS, eval_dataset=HELD_OUT,
                       data_collator=padded)  # fmt: skip
-    on_a_cpu(each.accelerator, scale)
+    if scale:
+        on_a_cpu(each.accelerator, scale)
     order, first = [], int(getattr(each, "_loss_shifts_labels", False))  # transformers 4: all
     if watch:
-        inrun.integrations.hf.watch(each, validation=[padded(HELD_OUT)], loss=loss)
+        inrun.integrations.hf.watch(each, validation=[padded(HELD_OUT)], loss=loss_in(scale))
         own = each.training_step
 
         def step(model, inputs, *args):
@@ -127,7 +139,7 @@ def with_lightning(scale, watch=True):
     order = [list(range(k, k + 4)) for k in range(0, 24, 4)]
     found = [
         inrun.integrations.lightning.Watch(
-            [padded(HELD_OUT)], loss=lambda module, batch: loss(module.net, batch)
+            [padded(HELD_OUT)], loss=lambda module, batch: loss_in(scale)(module.net, batch)
         )
     ]
     module = Module()
@@ -136,7 +148,8 @@ def with_lightning(scale, watch=True):
         max_epochs=1, accelerator="cpu", logger=False, enable_model_summary=False,
         enable_checkpointing=False, enable_progress_bar=False, gradient_clip_val=CLIP,
         callbacks=found if watch else [],
-        plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", scale))],
+        plugins=[MixedPrecision("16-mixed", "cpu", scaler_of(scale)) if scale
+                 else MixedPrecision("bf16-mixed", "cpu")],
     )  # fmt: skip
     rows, collate = (inrun.with_ids(ROWS), inrun.carry_ids(padded)) if watch else (ROWS, padded)
     trainer.fit(module, DataLoader(rows, 4, collate_fn=collate))
@@ -146,18 +159,18 @@ def with_lightning(scale, watch=True):
 LOOPS = {"Accelerate": accelerated, "Trainer": trained, "Lightning": with_lightning}
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", LOOPS)
-def test_float16_is_the_loop_written_out(name, scale):
+def test_half_precision_is_the_loop_written_out(name, case):
     """An overflow leaves the step out, so its examples have no value of it."""
-    train = LOOPS[name]
-    plain = train(SCALES[scale], watch=False)
-    model, run, *how = train(SCALES[scale])
+    train, scale = LOOPS[name], CASES[case]
+    plain = train(scale, watch=False)
+    model, run, *how = train(scale)
     assert same_weights(plain, model)
-    written, twin = by_hand(how[0], SCALES[scale], *how[1:])
+    written, twin = by_hand(how[0], scale, *how[1:])
     assert same_weights(written, model)
     steps = run.steps()["void"].isna().sum()
-    assert steps == 6 if scale == "usual" else 0 < steps < 6
+    assert 0 < steps < 6 if "overflow" in case else steps == 6
     a, b = (r.history().sort_values(["step", "id"], ignore_index=True) for r in (run, twin))
     assert a[["step", "id"]].equals(b[["step", "id"]]) and len(a) == 4 * steps
     size = b["value"].abs().max()
