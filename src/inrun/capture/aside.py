@@ -2,9 +2,9 @@
 
 The mode (mode.py) sees every call of a torch function in Python, though few of them involve a
 parameter. After some steps the places where parameters meet examples are known: a *plan*. From then
-on the mode is taken off for most of the model's forward pass, and the parameters get a class of
-their own there, which hands us the calls that they take part in. All other calls run as if nobody
-looked.
+on the mode is taken off for most of the model's forward pass. Operations whose δ is remembered are
+read from the autograd graph when the pass is over (reading.py); the parameters of others get a
+class of their own meanwhile, which hands us their calls. All else runs as if nobody looked.
 
 What makes this right:
 
@@ -12,10 +12,11 @@ What makes this right:
   training flags, autocast. It is followed after it was found equal in a few passes running.
 * The *stem*, up to the last call that the memo could not answer or whose batched operand has no
   autograd graph, runs under the mode in every pass. So what enters the rest is known.
-* In the rest, the calls of parameters must be those of the plan, and the autograd graph between
-  their taps must be that of the plan: kinds of nodes, edges, and the numbers that say how each
-  moves what it gets (sizes, dimensions, shifts). The gradient of a row goes where the graph leads,
-  so it goes where it went before. What comes after the last tap decides δ, not whose it is.
+* In the rest, the autograd graph, from what the model returns back to the stem, must be that of the
+  plan: kinds of nodes, edges, parameters, and the numbers that say how each moves what it gets
+  (sizes, dimensions, shifts); and so must the calls of parameters that reach us. The gradient of a
+  row goes where the graph leads, so it goes where it went before. What comes after the last tap
+  decides δ, not whose it is.
 * Custom autograd functions, writes into slices, recomputation and whatever depends on the content
   of a tensor (the memo does not answer such calls) are never part of a plan.
 * Numbers without a gradient leave no trace in the graph. What a model newly does with them is seen
@@ -29,26 +30,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from inrun.capture.inputs import Hook, named_tensors
-from inrun.capture.memo import Memo
-from inrun.capture.mode import PASSED_ON, Mode, dressed
-from inrun.capture.plan import (
-    NUMBERS,
-    Called,
-    Graph,
-    OtherPlanError,
-    Pass,
-    Plan,
-    Step,
-    open_leaves,
-    start_of,
-)
-from inrun.capture.provenance import Origin, Provenance
+from inrun.capture.micro_batch import MicroBatch
+from inrun.capture.mode import PASSED_ON, dressed
+from inrun.capture.plan import NUMBERS, Called, Graph, Met, Pass, Plan, Step, open_leaves
+from inrun.capture.provenance import Origin
+from inrun.capture.reading import OtherPlanError, Readings
 from inrun.capture.site import Site
 from inrun.tensors.autocast import current
 from inrun.tensors.layout import tensors_in
@@ -60,6 +53,9 @@ from inrun.torch_compat import (
     version_of,
 )
 
+if TYPE_CHECKING:
+    from inrun.capture.intercept import Interceptor
+
 CHANGED = "the model's forward pass was another than in the steps before"
 _PASSES = 3  # equal ones, before a plan is followed
 _CHANGES = 8  # passes of one signature that were not like the one before, until it is left alone
@@ -70,10 +66,10 @@ _AGAIN = 64  # passes after which the mode looks again
 class Aside:
     """Learns plans and follows them. One for each capture."""
 
-    def __init__(
-        self, provenance: Provenance, memo: Memo | None, run_site: Any, mode: Mode
-    ) -> None:
-        self.provenance, self.memo, self.run_site, self.mode = provenance, memo, run_site, mode
+    def __init__(self, interceptor: Interceptor) -> None:
+        self.provenance, self.memo = interceptor.provenance, interceptor.memo
+        self.run_site, self.mode = interceptor.run_known_site, interceptor.mode
+        self.readings = Readings(interceptor.keeper, interceptor.taps.blocks)
         self.plans: dict[Any, Plan | None] = {}  # None: left to the mode
         self._changes: dict[Any, int] = {}
         self._seen: set[Any] = set()  # signatures
@@ -81,6 +77,7 @@ class Aside:
         self.learning: Pass | None = None
         self.under_way = False  # is a pass learned or followed?
         self.plan: Plan | None = None  # that is followed by this pass
+        self.micro: MicroBatch | None = None  # of the batch
         self.reason: str | None = None  # why the batch cannot be scored
         self.followed = 0  # passes of this batch
         self._graph = Graph()
@@ -92,10 +89,20 @@ class Aside:
         self._signed: Any = None
         self._class = dressed(self.call)
         self.on_loss: Callable[[Any, Any], None] | None = None  # gets losses of a followed pass
-        provenance.on_unseen = self._unseen
+        self.provenance.on_unseen = self._unseen
 
-    def new_batch(self) -> None:
-        self.reason, self.followed = None, 0
+    def new_batch(self, micro: MicroBatch) -> None:
+        self.reason, self.followed, self.micro = None, 0, micro
+
+    def collect(self) -> None:
+        """The batch is over: hand over what the backward pass has left."""
+        if self.reason is None and self.micro is not None:
+            self.readings.collect(self.micro)
+
+    def forget(self) -> None:
+        """Let go of the batch."""
+        self.micro = None
+        self.readings.forget()
 
     def clear(self) -> None:
         self.plans.clear()
@@ -183,22 +190,23 @@ class Aside:
 
     def site(self, func: Any, args: Any, kwargs: Any, site: Site, out: Tensor) -> None:
         """A site that the memo knew has run under the mode."""
-        learned, graph = self.learning, self._graph
+        learned = self.learning
         if learned is not None and saved_tensors_hooks():
             self.spoil()  # checkpointing, perhaps: it recomputes
             return
         if learned is None and self.plan is None:
             return
+        leaves = (*args, *kwargs.values())
+        others = [x.grad_fn for x in leaves if isinstance(x, Tensor) and not self._watched(x)]
         try:
-            leaves = (*args, *kwargs.values())
-            others = [x for x in leaves if isinstance(x, Tensor) and not self._watched(x)]
-            roots = tuple([graph.number(x.grad_fn) for x in others])
             if learned is None:  # in the stem of a plan
+                for node in others:
+                    self._graph.number(node)
                 self.new_site(out)
                 return
-            pattern = tuple([self._pattern(x) for x in leaves])
-            learned.steps.append(Step(func, tuple(kwargs), pattern, roots, site))
-            graph.tapped(out)
+            step = Step(func, tuple(kwargs), tuple([self._pattern(x) for x in leaves]), site)
+            source, step.reads = self.readings.how(site, leaves, out)
+            learned.sites.append(Met(step, out.grad_fn, tuple(others), source))
             if any(leaves[i].grad_fn is None for i in site.batched) or site.several:
                 self.missed()  # part of the stem
         except OtherPlanError:
@@ -211,10 +219,10 @@ class Aside:
         if self.plan is not None:
             self._next += 1
         if self.learning is not None:
-            self.learning.steps.append(Step(None, (), (), (), None))
+            self.learning.sites.append(Met(Step(None, (), (), None), out.grad_fn))
             self.missed()
-        if out.grad_fn is not None:
-            self._graph.tapped(out)
+        elif out.grad_fn is not None:
+            self._graph.tapped(out.grad_fn)
 
     def answered(self, args: Any, kwargs: Any) -> None:
         """The memo knew a call that is no site. One with a parameter must be seen by the mode."""
@@ -224,13 +232,13 @@ class Aside:
     def missed(self) -> None:
         """A call must be seen by the mode in every pass: the memo did not know it."""
         if self.learning is not None:
-            self.learning.events.append((None, len(self.learning.steps)))
+            self.learning.events.append((None, len(self.learning.sites)))
 
     def loss(self, node: Any, origin: Any) -> None:
         """A loss was read under the mode (signals.py). In a followed pass it is read from its node,
         if all parameters have been used before it and its rows are described by a layout."""
         if self.learning is not None:
-            self.learning.losses.append((len(self.learning.steps), node, origin))
+            self.learning.losses.append((len(self.learning.sites), node, origin))
             self.missed()
 
     def _drop(self) -> None:
@@ -271,29 +279,13 @@ class Aside:
 
     def _made(self, learned: Pass, out: Any) -> Plan | None:
         """The plan of a pass; None if there cannot be one."""
-        steps, found = learned.steps, list[tuple[Any, ...]]()
         if self.provenance.expects_recomputation:
             return None
-        start = start_of(learned)
-        if start is None:
-            return None
-        if any(
-            type(p) is not nn.Parameter for s in steps for p in s.leaves if isinstance(p, Tensor)
-        ):
-            return None
-        try:
-            for path, t in named_tensors(out, "out"):
-                origin = self.provenance.known(t)
-                node = self._graph.number(t.grad_fn)
-                if origin is None:
-                    return None
-                found.append((path, t.shape, t.dtype, node, origin))
-        except OtherPlanError:
-            return None
-        losses = learned.read_after_all_sites(self._graph)
-        if losses is None:
-            return None
-        return Plan(start[0], start[1], steps, self._graph.entries, found, losses)
+        found = [
+            (path, t.shape, t.dtype, t.grad_fn, self.provenance.known(t))
+            for path, t in named_tensors(out, "out")
+        ]
+        return None if any(x[4] is None for x in found) else learned.plan(found)
 
     # Following
 
@@ -303,8 +295,8 @@ class Aside:
         if plan is None or self._off or self._next != plan.stem or top_mode() is not self.mode:
             return
         self.mode.__exit__(None, None, None)
-        self._off, self._thread = True, threading.get_ident()
-        self._dressed = [n.param for n in self.provenance.nodes.values() if n.param is not None]
+        self._off, self._thread, self._next = True, threading.get_ident(), 0
+        self._dressed = list(plan.params)
         for p in self._dressed:
             p.__class__ = self._class
 
@@ -325,7 +317,7 @@ class Aside:
         if threading.get_ident() != self._thread or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         leaves = (*args, *kwargs.values())
-        step = plan.steps[self._next] if self._next < len(plan.steps) else None
+        step = plan.called[self._next] if self._next < len(plan.called) else None
         site = None if step is None else step.site
         if step is None or site is None or not self._expected(step, func, leaves, kwargs):
             self._differs()
@@ -335,7 +327,7 @@ class Aside:
         if out.shape != site.call.shape or out.grad_fn is None:
             self._differs()
         else:
-            self._graph.tapped(out)
+            self._graph.tapped(out.grad_fn)
         return out
 
     def _expected(self, step: Step, func: Any, leaves: Sequence[Any], kwargs: Any) -> bool:
@@ -370,11 +362,13 @@ class Aside:
         """Compare what the model returns, and note its origins."""
         outputs = list(named_tensors(out, "out"))
         try:
-            if self.reason is None and self._next != len(plan.steps):
+            if self.reason is None and self._next != len(plan.called):
                 raise OtherPlanError
             found = [(k, t.shape, t.dtype, self._graph.number(t.grad_fn)) for k, t in outputs]
-            if found != [x[:4] for x in plan.outputs]:
+            if found != [x[:4] for x in plan.outputs] or len(self._graph.met) != plan.read:
                 raise OtherPlanError
+            if self.reason is None:
+                self._read(plan, [t.grad_fn for _, t in outputs if t.grad_fn is not None])
             if self.on_loss is not None and self.reason is None:
                 for number, logits in plan.losses:
                     self.on_loss(self._graph.node(number), logits)
@@ -385,6 +379,13 @@ class Aside:
             origin: Origin = want[4]
             if self.provenance.known(t) is None and t.grad_fn is not None:
                 self.provenance.note(t, origin)
+
+    def _read(self, plan: Plan, ends: Sequence[Any]) -> None:
+        """Read the operations that were not seen from the graph."""
+        assert self.micro is not None
+        for number, node in sorted(self._graph.met, key=itemgetter(0)):
+            self.readings.read(plan.steps[number], node)
+        self.readings.begin_with(ends, self.micro)
 
 
 class _Start(Hook):

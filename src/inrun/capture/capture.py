@@ -11,6 +11,7 @@ What happens where:
     memo.py         caches the analysis of a call
     aside.py        takes the mode off where the rest of a forward pass is known
     plan.py         what is known of it
+    reading.py      takes what was remembered from the autograd graph of a known pass
     signals.py      loss, EL2N and margin of each example, from calls of classification losses
     site.py         analyses an operation in which parameters meet examples and builds its tap
     tap.py          the autograd functions that hand δ over in the backward pass
@@ -122,7 +123,7 @@ class Capture:
         micro.owner = None if tokens else self.provenance.owner
         self.interceptor.open(micro)
         self.outputs.doubts = micro.doubts
-        self.aside.new_batch()
+        self.aside.new_batch(micro)
         read = partial(watch_loss, micro, self.provenance.find, self.aside.loss)
         self.interceptor.mode.on_loss, self.aside.on_loss = read, partial(read_node, micro)
         try:
@@ -139,6 +140,7 @@ class Capture:
                 finally:
                     self.aside.close()
             micro.void = self.aside.reason
+            self.aside.collect()
             if not micro.fired and micro.void is None:
                 shapes = [] if micro.met else self.provenance.shapes
                 dim, slots = self.provenance.batch_dim, self.provenance.slots
@@ -149,6 +151,7 @@ class Capture:
                 raise mixed_positions(error) from error
             raise
         finally:
+            self.aside.forget()
             self.interceptor.open(None)
             self.provenance.new_batch(0)
 

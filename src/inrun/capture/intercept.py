@@ -61,7 +61,7 @@ class Interceptor:
         self.micro: MicroBatch | None = None
         self.calls, self.opened = 0, list[int]()  # calls seen; which were composite (planner)
         self.mode = Mode(self.call, () if memo is None else PASSED_ON)  # the planner counts all
-        self.aside = Aside(self.provenance, memo, self.run_known_site, self.mode)
+        self.aside = Aside(self)
 
     def open(self, micro: MicroBatch | None) -> None:
         """Put the records of all taps from now on into this micro-batch (None: it is over)."""

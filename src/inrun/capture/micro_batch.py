@@ -162,12 +162,13 @@ class MicroBatch:
         kept.append(record)
         return record.bytes
 
-    def remember(self, use: Use, awaited: Awaited) -> int:
+    def remember(self, use: Use, awaited: Awaited | None = None) -> int:
         """Keep a use; returns the bytes that it adds."""
         for _, node in use.linear.operands:
             self._records.setdefault(node, [])
         self.uses.append(use)
-        self._awaited.append(awaited)
+        if awaited is not None:
+            self._awaited.append(awaited)
         return use.bytes
 
     def nodes(self, names: Collection[str]) -> Iterator[tuple[Node, list[Record]]]:

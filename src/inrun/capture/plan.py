@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from inrun.capture.inputs import Hook
+from inrun.capture.reading import SHAPES, OtherPlanError, Reads
 from inrun.capture.site import Site
 from inrun.tensors.layout import Layout
 
@@ -22,24 +23,30 @@ NUMBERS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.l
 _KNOWN_NODE = re.compile(r"(\w+Backward\d*|.*AccumulateGrad)$")
 
 
-class OtherPlanError(Exception):
-    """The autograd graph is another than planned, or a node of it does not say what it does."""
+# kind, names, values, edges, the step that is read there
+Entry = tuple[Any, tuple[str, ...], tuple[Any, ...], list[Any], int | None]
 
 
 class Graph:
     """The autograd graph of a pass, as far as taps stand on it: one entry for each node, in the
-    order in which they are first met. Taps have negative numbers."""
+    order in which they are first met. Taps have negative numbers.
 
-    def __init__(self, wanted: Sequence[Any] | None = None) -> None:
-        self.entries: list[Any] = []  # (kind, names, values, edges)
+    ``read`` has the nodes of operations that are read from the graph (reading.py), with their steps
+    of the plan; ``met`` those of them that were met.
+    """
+
+    def __init__(self, wanted: Sequence[Entry] | None = None) -> None:
+        self.entries: list[Entry] = []
         self.numbers: dict[Any, int] = {}
+        self.read: dict[Any, int] = {}
+        self.met: list[tuple[int, Any]] = []
         self._wanted = wanted  # None: learn
         self.taps = 0
 
-    def tapped(self, out: Tensor) -> None:
-        """A tap was put on this tensor."""
+    def tapped(self, node: Any) -> None:
+        """A tap was put on a tensor with this node."""
         self.taps += 1
-        self.numbers[out.grad_fn] = -self.taps
+        self.numbers[node] = -self.taps
 
     def number(self, node: Any) -> int | None:
         """The number of a node, after what is behind it was noted or compared. Raises
@@ -49,7 +56,7 @@ class Graph:
         found = self.numbers.get(node)
         if found is not None:
             return found
-        numbers, todo = self.numbers, [node]
+        numbers, todo, wanted = self.numbers, [node], self._wanted
         found = numbers[node] = len(numbers)
         while todo:
             node = todo.pop()
@@ -62,28 +69,38 @@ class Graph:
                         known = numbers[behind] = len(numbers)
                         todo.append(behind)
                 edges.append((known, output))
-            self._entry(node, edges)
+            if wanted is None:
+                self.entries.append((type(node), *_attributes(node), edges, self.read.get(node)))
+            else:
+                self._compare(node, edges)
+            step = self.entries[-1][4]
+            if step is not None:
+                self.met.append((step, node))
         return found
 
     def node(self, number: int) -> Any:
         """The node that has this number."""
         return next(node for node, own in self.numbers.items() if own == number)
 
-    def _entry(self, node: Any, edges: list[Any]) -> None:
-        kind, at = type(node), len(self.entries)
-        if self._wanted is None:
-            self.entries.append((kind, *_attributes(node), edges))
-            return
+    def _compare(self, node: Any, edges: list[Any]) -> None:
+        assert self._wanted is not None
+        at = len(self.entries)
         if at >= len(self._wanted):
             raise OtherPlanError
         want = self._wanted[at]
-        if kind is not want[0] or edges != want[3]:
+        if edges != want[3] or (type(node) is not want[0] and not _views(type(node), want[0])):
             raise OtherPlanError
         for name, value in zip(want[1], want[2], strict=True):
             own = getattr(node, name)
-            if own is not value and (type(own) is not type(value) or own != value):
+            if own is not value and not _same_leaf(own, value):
                 raise OtherPlanError
         self.entries.append(want)
+
+
+def _views(a: type, b: type) -> bool:
+    """Do both nodes only change a shape? A linear layer ends in one or the other: under the mode
+    its output is made to be no view (tap.py)."""
+    return a.__name__ in SHAPES and b.__name__ in SHAPES
 
 
 def _attributes(node: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
@@ -111,17 +128,23 @@ class Step:
     func: Any
     names: tuple[str, ...]  # of keyword arguments
     leaves: tuple[Any, ...]  # parameters, (shape, type, version) of other tensors, values
-    roots: tuple[int | None, ...]  # numbers of the nodes behind the other tensors
     site: Site | None
+    reads: Reads | None = None  # how it is read from the graph; None: it reaches Python
+    roots: tuple[int | None, ...] = ()  # numbers of the nodes behind the other tensors
 
     def same(self, other: Step) -> bool:
         return (
             self.func is other.func
             and self.site is other.site
             and (self.names, self.roots) == (other.names, other.roots)
+            and self.reads == other.reads
             and len(self.leaves) == len(other.leaves)
             and all(map(_same_leaf, self.leaves, other.leaves))
         )
+
+    @property
+    def params(self) -> set[Tensor]:
+        return {x for x in self.leaves if isinstance(x, Tensor)}
 
 
 def _same_leaf(a: Any, b: Any) -> bool:
@@ -137,10 +160,15 @@ class Plan:
     start: nn.Module
     stem: int  # sites before it
     steps: list[Step]
-    entries: list[Any]
+    entries: list[Entry]
     outputs: list[tuple[Any, ...]]  # path, shape, type, number of the node, origin
     losses: list[tuple[int, Layout]]  # number of the node, origin of its logits
     passes: int = 1
+
+    def __post_init__(self) -> None:
+        self.called = [s for s in self.steps[self.stem :] if s.reads is None]
+        self.read = len(self.steps) - self.stem - len(self.called)
+        self.params = set[Tensor]().union(*(s.params for s in self.called))
 
     def same(self, other: Plan) -> bool:
         return (
@@ -154,11 +182,21 @@ class Plan:
         )
 
 
-def _same_entries(a: Sequence[Any], b: Sequence[Any]) -> bool:
+def _same_entries(a: Sequence[Entry], b: Sequence[Entry]) -> bool:
     return len(a) == len(b) and all(
-        x[0] is y[0] and x[1] == y[1] and x[3] == y[3] and all(map(_same_leaf, x[2], y[2]))
+        x[0] is y[0] and x[1] == y[1] and x[3:] == y[3:] and all(map(_same_leaf, x[2], y[2]))
         for x, y in zip(a, b, strict=True)
     )
+
+
+@dataclass(eq=False)
+class Met:
+    """A site that a learned pass has met."""
+
+    step: Step
+    node: Any  # of its output
+    behind: tuple[Any, ...] = ()  # nodes of its other tensors
+    source: Any = None  # the node of the operation itself, where that may be read
 
 
 @dataclass
@@ -166,21 +204,74 @@ class Pass:
     """One call of the model under way, under the mode."""
 
     signature: Any
-    steps: list[Step] = field(default_factory=list)
+    sites: list[Met] = field(default_factory=list)
     # what happened, in order: a module was called; a call must be seen by the mode. Sites before.
     events: list[tuple[nn.Module | None, int]] = field(default_factory=list)
     # losses whose signals were read: sites before, node, origin of the logits (None: unreadable)
     losses: list[tuple[int, Any, Layout | None]] = field(default_factory=list)
 
-    def read_after_all_sites(self, graph: Graph) -> list[tuple[int, Layout]] | None:
-        """The losses that a followed pass has to read; None if it could not. The mode sees those
-        before the last site."""
+    def plan(self, outputs: Sequence[tuple[Any, ...]]) -> Plan | None:
+        """The plan of this pass, which has ended; None if there cannot be one. ``outputs``: path,
+        shape, type, node and origin of each tensor that the model returns."""
+        start = start_of(self)
+        steps = [m.step for m in self.sites]
+        params = set[Tensor]().union(*(s.params for s in steps))
+        if start is None or any(type(p) is not nn.Parameter for p in params):
+            return None
+        read = {k for k, s in enumerate(steps) if k >= start[1] and s.reads is not None}
+        try:
+            while True:
+                self._leave_called(read, start[1])
+                graph, roots = self._walked(read, outputs)
+                if read == {step for step, _ in graph.met}:
+                    break
+                read = {step for step, _ in graph.met}  # the loss does not depend on the others
+            losses = self._read_after_all_sites(graph)
+            found = [(k, shape, dtype, graph.numbers.get(node), origin)
+                     for k, shape, dtype, node, origin in outputs]  # fmt: skip
+        except OtherPlanError:
+            return None
+        steps = [
+            replace(s, roots=roots[k], reads=s.reads if k in read else None)
+            for k, s in enumerate(steps)
+        ]
+        return Plan(*start, steps, graph.entries, found, losses)
+
+    def _leave_called(self, read: set[int], stem: int) -> None:
+        """A parameter reaches Python in all its calls after the stem or in none."""
+        steps, before = [m.step for m in self.sites], -1
+        while before != len(read):
+            before = len(read)
+            called = [s.params for k, s in enumerate(steps) if stem <= k not in read]
+            params = set[Tensor]().union(*called)
+            read -= {k for k in read if not params.isdisjoint(steps[k].params)}
+
+    def _walked(
+        self, read: set[int], outputs: Sequence[tuple[Any, ...]]
+    ) -> tuple[Graph, list[tuple[int | None, ...]]]:
+        """The graph as a pass sees it that follows the plan, and the roots of each step."""
+        graph = Graph()
+        roots: list[tuple[int | None, ...]] = []
+        for k, met in enumerate(self.sites):
+            if k in read:
+                graph.read[met.source] = k
+                roots.append(())
+                continue
+            roots.append(tuple([graph.number(node) for node in met.behind]))
+            if met.node is not None:
+                graph.tapped(met.node)
+        for _, _, _, node, _ in outputs:
+            graph.number(node)
+        return graph, roots
+
+    def _read_after_all_sites(self, graph: Graph) -> list[tuple[int, Layout]]:
+        """The losses that a followed pass has to read. The mode sees those before the last site."""
         found = []
         for before, node, origin in self.losses:
-            if before >= len(self.steps):
+            if before >= len(self.sites):
                 number = graph.numbers.get(node)
                 if number is None or origin is None:
-                    return None
+                    raise OtherPlanError
                 found.append((number, origin))
         return found
 
@@ -188,7 +279,7 @@ class Pass:
 def start_of(learned: Pass) -> tuple[nn.Module, int] | None:
     """The first module that is called after all that the mode must see and before another site,
     and the sites before it; None if there is none."""
-    sites, found, called = len(learned.steps), None, set[nn.Module]()
+    sites, found, called = len(learned.sites), None, set[nn.Module]()
     for module, before in learned.events:
         if before >= sites:
             break
@@ -224,4 +315,4 @@ class Called(Hook):
         self.learned = learned
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self.learned.events.append((module, len(self.learned.steps)))
+        self.learned.events.append((module, len(self.learned.sites)))

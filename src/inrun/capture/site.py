@@ -222,7 +222,7 @@ class Taps:
         """
         device = device_of(out)
         blocks = self.blocks if device == "cpu" else None
-        kept = () if blocks is None or packed else _kept_by(out, site.kept)
+        kept = () if blocks is None or packed else kept_by(out.grad_fn, site.kept)
         call = call.with_(leaves=saved, autocast=current(device), blocks=blocks, kept=kept)
         if site.linear is not None and site.origin is not None and not packed:
             found = awaited(out, call, site, receive)  # packed: activations are not to be kept
@@ -302,10 +302,10 @@ def shape_of(x: Tensor) -> Tensor:
     return x.detach().new_zeros(()).expand(x.shape)
 
 
-def _kept_by(out: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
-    """The tensors that ``out.grad_fn`` saved under these names; () unless all are there."""
+def kept_by(node: Any, names: Sequence[str]) -> tuple[Tensor, ...]:
+    """The tensors that a node of the graph saved under these names; () unless all are there."""
     if not names:
         return ()
-    kept = (getattr(out.grad_fn, name, None) for name in names)
+    kept = (getattr(node, name, None) for name in names)
     found = tuple(x for x in kept if x is not None)
     return found if len(found) == len(names) else ()

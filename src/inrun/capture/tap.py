@@ -22,7 +22,7 @@ from torch import Tensor
 from inrun.errors import overwritten, refusal
 from inrun.gradients import Call
 from inrun.gradients.call import present
-from inrun.gradients.use import Use
+from inrun.gradients.use import Linear, Use
 from inrun.tensors.autocast import no_autocast
 from inrun.torch_compat import (
     SAVES_OUTPUT,
@@ -231,17 +231,26 @@ class Awaited:
         site, call, versions = self.site, self.call, self.versions
         assert site.linear is not None
         if self.loose:
-            if site.linear.versions(call.leaves) != versions:
-                raise overwritten(call)
             leaves = list(call.leaves)
-            for i in self.loose:
-                leaves[i] = leaves[i].clone()
-            call, versions = call.with_(leaves=leaves), site.linear.versions(leaves)
+            versions = copy_loose(call, site.linear, leaves, self.loose, versions)
+            call = call.with_(leaves=leaves)
         return Use(call, site.linear, delta, versions, site.records)
 
     def drop(self) -> None:
         """Let go of the inputs."""
         self.call = self.call.with_(leaves=())
+
+
+def copy_loose(
+    call: Call, linear: Linear, leaves: list[Any], loose: Sequence[int], versions: list[int]
+) -> list[int]:
+    """Copy the ``loose`` ones among the leaves of a call, which the loop may write to after the
+    backward pass; returns the versions of its inputs. Refuses those written to before."""
+    if linear.versions(leaves) != versions:
+        raise overwritten(call.with_(leaves=leaves))
+    for i in loose:
+        leaves[i] = leaves[i].clone()
+    return linear.versions(leaves)
 
 
 def awaited(out: Tensor, call: Call, site: Site, receive: Receive) -> Tensor | None:

@@ -1,0 +1,237 @@
+"""Operations that are read from the autograd graph once a forward pass is over.
+
+What a remembered use needs (gradients/use.py) autograd keeps as well: until the backward pass the
+node of an operation holds its inputs. Where a plan is followed (aside.py), such an operation runs
+as if nobody looked:
+
+1. in the passes from which the plan is made, ``Readings.how`` finds out under which names its node
+   keeps the inputs;
+2. when a pass is over and its graph was found to be the plan's, ``Readings.read`` takes the inputs
+   from the node, and leaves a list there to which the backward pass appends δ;
+3. when the batch is over, ``Readings.collect`` hands inputs and δ to the keeper.
+
+In the backward pass nothing of this runs in Python but ``list.append``, once for each operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from inrun.capture.micro_batch import Keeper, MicroBatch
+from inrun.capture.site import Site, kept_by
+from inrun.capture.tap import copy_loose, refuse_again
+from inrun.gradients.blocks import Blocks
+from inrun.gradients.use import Use
+from inrun.tensors.autocast import Autocast, current
+from inrun.torch_compat import DisableTorchFunction, version_of
+
+if TYPE_CHECKING:
+    from inrun.capture.plan import Step
+
+SHAPES = ("ViewBackward0", "UnsafeViewBackward0")  # the same numbers in another shape
+_CASTS = ("ToCopyBackward0", *SHAPES)
+
+
+class OtherPlanError(Exception):
+    """The autograd graph is another than planned, or a node of it does not say what it does."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An input of an operation: its place among the leaves, and the attribute of the node that
+    holds it."""
+
+    leaf: int
+    name: str
+    held: torch.Size  # the shape in which the node has it,
+    shape: torch.Size  # and that of the leaf
+    dtype: torch.dtype
+    version: int
+
+    def read(self, node: Any) -> Tensor:
+        """The tensor; raises OtherPlanError if it is another or was written to."""
+        try:
+            x: Tensor = getattr(node, self.name)
+        except RuntimeError as error:  # autograd's own, which the backward pass will raise again
+            raise OtherPlanError from error
+        if x.shape != self.held or x.dtype is not self.dtype or version_of(x) != self.version:
+            raise OtherPlanError
+        return x if self.held == self.shape else x.reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class Reads:
+    """How an operation is read from its node."""
+
+    output: int  # of the node
+    kept: tuple[Kept, ...]
+    autocast: Autocast
+    device: torch.device
+    bytes: int  # of what is kept and of δ
+
+
+def _name_of(x: Tensor, node: Any) -> str | None:
+    """The attribute under which a node keeps this input: the tensor itself, or what autocast made
+    of it."""
+    kept = {k: t for k in dir(node) if k.startswith("_saved_") and
+            isinstance(t := getattr(node, k), Tensor) and t.numel() == x.numel()}  # fmt: skip
+    same = [k for k, t in kept.items()
+            if t.data_ptr() == x.data_ptr() and t.dtype == x.dtype and _as_one(t, x)]  # fmt: skip
+    if (
+        not same
+        and x.grad_fn is not None
+        and any(x.grad_fn in _before_casts(e) for e in _edges(node))
+    ):
+        cast = (k for k, t in kept.items() if t.dtype != x.dtype and _as_one(t, x))
+        same = [k for k in cast if kept[k].shape[-1:] == x.shape[-1:]]
+    return same[0] if len(same) == 1 else None
+
+
+def _as_one(kept: Tensor, x: Tensor) -> bool:
+    """Are the numbers of both in the same order?"""
+    return kept.shape == x.shape or (kept.is_contiguous() and x.is_contiguous())
+
+
+def _edges(node: Any) -> list[Any]:
+    return [behind for behind, _ in node.next_functions if behind is not None]
+
+
+def _before_casts(node: Any) -> list[Any]:
+    """The node and those behind it, as long as they change type or shape alone."""
+    found = [node]
+    while found[-1].name() in _CASTS and (behind := _edges(found[-1])):
+        found.append(behind[0])
+    return found
+
+
+@dataclass(eq=False)
+class Reading:
+    """One operation of a pass, with what the backward pass leaves at its node."""
+
+    site: Site
+    reads: Reads
+    leaves: list[Any]  # without parameters
+    params: Sequence[Any]  # leaves that are parameters
+    loose: list[int]  # leaves that the loop may write to
+    versions: list[int]
+    kept: tuple[Tensor, ...]
+    deltas: list[Any]
+
+    def uses(self, micro: MicroBatch, blocks: Blocks | None) -> Iterator[Use]:
+        """What is to be remembered of the operation."""
+        for given in self.deltas:
+            delta = given[self.reads.output]
+            if delta is None:
+                continue
+            call, linear = self.site.call, self.site.linear
+            assert linear is not None and self.site.origin is not None
+            leaves, versions = self.leaves.copy(), self.versions
+            for i, p in enumerate(self.params):
+                if isinstance(p, Tensor):
+                    leaves[i] = p.detach()
+            call = call.with_(
+                leaves=leaves, autocast=self.reads.autocast, kept=self.kept, blocks=blocks,
+                positions=micro.positions(self.site.origin, call.B, self.reads.device),
+            )  # fmt: skip
+            if self.loose:
+                versions = copy_loose(call, linear, leaves, self.loose, versions)
+            if delta.shape != call.shape:
+                delta = delta.reshape(call.shape)
+            yield Use(call, linear, delta, versions, self.site.records)
+
+
+class Readings:
+    """The operations of a batch that were read from the graph."""
+
+    def __init__(self, keeper: Keeper, blocks: Blocks | None) -> None:
+        self.keeper, self.blocks = keeper, blocks
+        self._found: list[Reading] = []
+
+    def how(self, site: Site, leaves: Sequence[Any], out: Tensor) -> tuple[Any, Reads | None]:
+        """The node of an operation that has just run, and how to read it; None if that is not
+        possible."""
+        linear, call, no = site.linear, site.call, (None, None)
+        if linear is None or site.fused is not None or site.writes:
+            return no
+        if self.keeper.offload:  # to be handed over at once
+            return no
+        if site.origin is None or out.shape != call.shape or call.spec.nested is not None:
+            return no
+        if any(call.nodes[i] is None for i in linear.leaves):  # a frozen bias is not kept
+            return no
+        node, output = out.grad_fn, out.output_nr
+        while node is not None and node.name() in SHAPES:
+            node, output = node.next_functions[0]
+        if node is None or isinstance(node, BackwardCFunction):  # a tap
+            return no
+        found, size = list[Kept](), out.nbytes
+        for i in linear.others:
+            name = _name_of(leaves[i], node)
+            if name is None:
+                return no
+            x = getattr(node, name)
+            found.append(Kept(i, name, x.shape, leaves[i].shape, x.dtype, version_of(x)))
+            size += x.nbytes
+        autocast = current(out.device.type)
+        return node, Reads(output, tuple(found), autocast, out.device, size)
+
+    def read(self, step: Step, node: Any) -> None:
+        """Read an operation, and have its δ left at the node."""
+        site, reads = step.site, step.reads
+        assert site is not None and reads is not None and site.linear is not None
+        leaves, loose = [None if isinstance(x, Tensor) else x for x in step.leaves], []
+        for own in reads.kept:
+            x = own.read(node)
+            if x.requires_grad:
+                x = x.detach()
+            else:
+                loose.append(own.leaf)
+            leaves[own.leaf] = x
+        deltas: list[Any] = []
+        node.register_prehook(deltas.append)
+        on_host = self.blocks is not None and reads.autocast[0] == "cpu"
+        kept = kept_by(node, site.kept) if on_host else ()
+        versions = site.linear.versions(leaves)
+        self._found.append(Reading(site, reads, leaves, step.leaves, loose, versions, kept, deltas))
+
+    def begin_with(self, nodes: Iterable[Any], micro: MicroBatch) -> None:
+        """The backward pass begins at one of these nodes: all gradients pass one of them."""
+        if self._found:
+            micro.met, micro.autocast = True, self._found[-1].reads.autocast
+            hook = _Begins(self._found[0].site.call, partial(self.keeper.first_gradient, micro))
+            for node in dict.fromkeys(nodes):
+                node.register_prehook(hook)
+
+    def collect(self, micro: MicroBatch) -> None:
+        """The batch is over: remember inputs and δ, in the order of a backward pass."""
+        size = 0
+        with torch.no_grad(), DisableTorchFunction():
+            for reading in reversed(self._found):
+                blocks = self.blocks if reading.reads.autocast[0] == "cpu" else None
+                for use in reading.uses(micro, blocks):
+                    micro.remember(use)
+                    size += reading.reads.bytes
+        self.forget()
+        if size:
+            self.keeper.check_memory(size)
+
+    def forget(self) -> None:
+        for reading in self._found:  # the nodes may outlive the batch
+            reading.deltas.clear()
+        self._found.clear()
+
+
+class _Begins:
+    def __init__(self, call: Any, begun: Callable[[], None]) -> None:
+        self.call, self.begun = call, begun
+
+    def __call__(self, deltas: Sequence[Tensor | None]) -> None:
+        refuse_again(self.call, *[d for d in deltas if d is not None])
+        self.begun()
