@@ -80,25 +80,74 @@ def cost(place: str) -> str:
     return grid(place, cell, [])
 
 
-def removal(place: str) -> str:
-    """Brittleness and tail patch, in nats of the query's loss."""
-    found = {k: p for k, p in problems(place).items() if p.get("brittleness")}
-    if not found:
-        return "*Not measured yet: `python -m benchmarks.lds --removals 20` fills this table.*"
+def removals(place: str) -> dict[str, Any]:
+    path = RESULTS / f"removal-{place}.json"
+    found = json.loads(path.read_text())["problems"] if path.exists() else {}
+    return {k: found[k] for k in TITLES if k in found}
+
+
+def removal_grid(
+    place: str, cell: Callable[[dict[str, Any], str], str], random: Callable[[dict[str, Any]], str]
+) -> list[str]:
+    """A row for each method and one of random rows, a column for each problem."""
+    found = removals(place)
     lines = ["| | " + " | ".join(TITLES[p] for p in found) + " |", "|---" * (len(found) + 1) + "|"]
-    for m in methods(found):
-        if not any(m in p["brittleness"]["rise"] for p in found.values()):
-            continue
-        cells = []
-        for p in found.values():
-            rise, drop = p["brittleness"]["rise"].get(m), p["tail_patch"]["drop"].get(m)
-            cells.append("" if rise is None else f"+{rise:.3f}, −{drop:.4f}".replace("+-", "−"))
+    named = {k: {"methods": p["tail_patch"]["drop"]} for k, p in found.items()}
+    for m in methods(named):
+        cells = [cell(p, m) if m in p["tail_patch"]["drop"] else "" for p in found.values()]
         lines.append(f"| {m} | " + " | ".join(cells) + " |")
-    random = [f"0, −{p['tail_patch']['random']:.4f}".replace("−-", "+") for p in found.values()]
-    lines.append("| random rows | " + " | ".join(random) + " |")
-    sizes = {(p["brittleness"]["k"], p["brittleness"]["queries"]) for p in found.values()}
-    about = "; ".join(f"{k} rows removed for each of {q} queries" for k, q in sorted(sizes))
-    return "\n".join([*lines, "", f"{about}; tail patch: one step on the top 10."])
+    return [*lines, "| random rows | " + " | ".join(map(random, found.values())) + " |"]
+
+
+MISSING = "*Not measured yet: `python -m benchmarks.lds.without` fills this table.*"
+
+
+def removal(place: str) -> str:
+    """Brittleness at the middle size and tail patch, in nats of the query's loss."""
+    if not removals(place):
+        return MISSING
+
+    def cell(p: dict[str, Any], m: str) -> str:
+        rise, drop = middle(p)[1]["rise"][m], p["tail_patch"]["drop"][m]
+        return f"+{rise:.3f}, −{drop:.4f}".replace("+-", "−").replace("−-", "+")
+
+    lines = removal_grid(
+        place, cell, lambda p: f"0, −{p['tail_patch']['random']:.4f}".replace("−-", "+")
+    )
+    return "\n".join([*lines, "", f"{_removed(place, False)}; tail patch: one step on the top 10."])
+
+
+def flips(place: str) -> str:
+    """The share of queries that get another label, for each number of rows removed."""
+    if not removals(place):
+        return MISSING
+
+    def each(p: dict[str, Any], of: Callable[[dict[str, Any]], float | None]) -> str:
+        found = [of(size) for size in p["brittleness"]["sizes"].values()]
+        return " / ".join("–" if x is None else f"{100 * x:.0f}" for x in found)
+
+    lines = removal_grid(
+        place,
+        lambda p, m: each(p, lambda size: size["flips"][m]),
+        lambda p: each(p, lambda size: size["random_flips"]),
+    )
+    return "\n".join([*lines, "", f"{_removed(place, True)}. In per cent of the queries."])
+
+
+def middle(p: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    sizes = list(p["brittleness"]["sizes"].items())
+    return sizes[len(sizes) // 2]
+
+
+def _removed(place: str, every: bool) -> str:
+    """How much was removed, for how many queries."""
+    found = set()
+    for p in removals(place).values():
+        b = p["brittleness"]
+        sizes = " / ".join(b["sizes"]) if every else middle(p)[0]
+        found.add(f"{sizes} of {p['examples']:,} rows removed for each of {b['queries']} queries, "
+                  f"{b['seeds']} retrainings each")  # fmt: skip
+    return "; ".join(sorted(found))
 
 
 def conditions(found: dict[str, Any]) -> list[str]:
@@ -131,4 +180,5 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"lds-{place}": lambda place=place: quality(place) for place in ("cpu", "h200")},  # type: ignore
     **{f"lds-{place}-cost": lambda place=place: cost(place) for place in ("cpu", "h200")},  # type: ignore
     "lds-removal": lambda: removal("cpu"),
+    "lds-flips": lambda: flips("cpu"),
 }
