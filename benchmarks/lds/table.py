@@ -150,6 +150,28 @@ def _removed(place: str, every: bool) -> str:
     return "; ".join(sorted(found))
 
 
+def projected(place: str) -> str:
+    """What answers lose by projections: LDS, and the agreement with the exact scores."""
+    path = RESULTS / f"projected-{place}.json"
+    if not path.exists():
+        return "*Not measured yet: `python -m benchmarks.lds.projected` fills this table.*"
+    known = json.loads(path.read_text())["problems"]
+    found = {k: known[k] for k in TITLES if k in known}
+    lines = ["| | " + " | ".join(TITLES[p] for p in found) + " |", "|---" * (len(found) + 1) + "|"]
+    for name in next(iter(found.values()))["found"]:
+        cells = []
+        for p in found.values():
+            own, exact = p["found"][name], p["found"]["exact"]["lds"]
+            more = f" ({own['lds'] / exact:.0%}), {own['same']:.2f}" if "same" in own else ""
+            cells.append(f"{own['lds']:.2f}{more}")
+        way, _, k = name.partition(", ")
+        shown = {"whole": "R g and R (F + λ)⁻¹ v", "half": "(F + λ)^-½ on both sides"}
+        title = f"{shown[way]}, {int(k):,} numbers" if k else "exact"
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    sizes = ", ".join(f"{p['parameters']:,}" for p in found.values())
+    return "\n".join([*lines, "", f"Models of {sizes} parameters; means over two runs."])
+
+
 def conditions(found: dict[str, Any]) -> list[str]:
     """What was measured, with what, and what did not run."""
     lines = []
@@ -180,5 +202,6 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"lds-{place}": lambda place=place: quality(place) for place in ("cpu", "h200")},  # type: ignore
     **{f"lds-{place}-cost": lambda place=place: cost(place) for place in ("cpu", "h200")},  # type: ignore
     "lds-removal": lambda: removal("cpu"),
+    "lds-projected": lambda: projected("cpu"),
     "lds-flips": lambda: flips("cpu"),
 }

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from benchmarks.lds import gradients, inside, measures, ours, removal, retrain, truth
+from benchmarks.lds import projected as projection
 from benchmarks.lds.__main__ import measured
 from benchmarks.lds.curvature import Curvature, Factors, ekfac
 from benchmarks.lds.problems import Problem, problem
@@ -195,6 +196,14 @@ def test_labels_flip_where_the_rows_that_made_them_are_gone(tmp_path: Path) -> N
     gone = removal.removed(given, own.double().topk(k, dim=0).indices.T, 3, 1)
     right = (whole.labels == given.queries[1][:3]).double().mean()
     assert right > 0.5 and removal.flips(gone, whole) >= right  # nothing is left to say that label
+
+
+def test_projections_are_of_the_scores_that_ask_gives(small: Problem) -> None:
+    found = inside.ask(small, 0, gradients.train(small, 0))["inrun ask"].values
+    for x, y in projection.pairs(small, 0).values():
+        torch.testing.assert_close((x @ y.T).double() / 12, found, rtol=1e-5, atol=1e-9)
+        near = projection.projected(x, y, 1 << 15, 0)
+        assert float((near - x @ y.T).norm() / (x @ y.T).norm()) < 0.1
 
 
 def test_unknown_problems_are_refused() -> None:

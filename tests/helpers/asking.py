@@ -26,8 +26,10 @@ def next_word(model, ids):
 
 def asked_model(out=None, steps=12):
     """The run, the model, its data [N, T] and the questions."""
-    torch.manual_seed(0)
     model = Words().double()
+    torch.manual_seed(0)
+    for p in model.parameters():  # the same whatever the default type is
+        p.data = 0.5 * torch.randn(p.shape, dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = torch.randint(0, V, (N, T))
     run = inrun.watch(

@@ -33,8 +33,9 @@ def ask(
         str | None,
         typer.Argument(
             metavar="[SETUP]",
-            help="my_file.py:function or module:function, which returns a dict: model, data and "
-            "queries of inrun.ask, and loss if need be. Without it: answers that are there.",
+            help="my_file.py:function or module:function, called with the path RUN: returns model, "
+            "data and queries of inrun.ask in a dict, and loss if need be. Without it: answers "
+            "that are there.",
         ),
     ] = None,
     answers: Annotated[
@@ -69,7 +70,9 @@ def ask(
     """
     saved = open_run(run)
     if setup is not None:
-        _answer(saved, _called(setup), answers or run / FOLDER, tokens, console(stderr=as_json))
+        _answer(
+            saved, _called(setup, run), answers or run / FOLDER, tokens, console(stderr=as_json)
+        )
     elif tokens:
         raise LedgerError("--tokens needs SETUP: the model, the data and the questions")
     found = answers_of(saved, answers)
@@ -81,16 +84,16 @@ def ask(
     say(as_json, {"examples": found.examples, "questions": shown}, _told(shown, output))
 
 
-def _called(setup: str) -> dict[str, Any]:
-    """What the function returns whose name is ``file.py:function`` or ``module:function``."""
+def _called(setup: str, run: Path) -> dict[str, Any]:
+    """What the function with this name, ``file.py:function`` or ``module:function``, returns."""
     place, _, name = setup.rpartition(":")
     if not place or not name.isidentifier():
         raise LedgerError(f"SETUP is my_file.py:function or module:function, not {setup!r}")
     module = _loaded(place)
-    function: Callable[[], Any] | None = getattr(module, name, None)
+    function: Callable[[Path], Any] | None = getattr(module, name, None)
     if not callable(function):
         raise LedgerError(f"{place} has no function {name!r}")
-    found = function()
+    found = function(run)
     if not isinstance(found, Mapping) or not all(k in found for k in WANTED):
         raise LedgerError(f"{setup} must return a dict with {', '.join(WANTED)}")
     if other := [k for k in found if k not in WANTED + OPTIONAL]:

@@ -32,11 +32,10 @@ def entries(
     """Each question with its n examples of the highest (``worst``: lowest) scores, ready for JSON:
     their text, and the pieces of it with their scores where those of positions are known."""
     names = answers.questions[:QUESTIONS]
-    scores = answers.scores
-    rows = {
-        q: (scores.nsmallest if worst else scores.nlargest)(n, q)[["id", q]].to_numpy().tolist()
-        for q in names
-    }
+    rows = {}
+    for q in names:
+        found = answers.scores.sort_values(q, ascending=worst, kind="stable").head(n)
+        rows[q] = list(zip(found["id"].tolist(), found[q].tolist(), strict=True))
     ids = list(dict.fromkeys(key for some in rows.values() for key, _ in some))
     texts, strings = _content(examples, ids)
     by_id = {} if answers.tokens is None else dict(list(answers.tokens.groupby("id", sort=False)))
