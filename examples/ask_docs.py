@@ -134,7 +134,7 @@ def train(out, epochs, texts):
     torch.save({"weights": model.state_dict(), "numbers": numbers}, out / "model.pt")
     with (out / "examples.jsonl").open("w", encoding="utf-8") as file:
         for key, text in texts.items():
-            row = {"id": key, "text": text, "tokens": words(text)[:-1]}
+            row = {"id": key, "text": text, "tokens": words(text)}
             file.write(json.dumps(row) + "\n")
 
 

@@ -72,6 +72,12 @@ def projected(x: Tensor, y: Tensor, k: int, seed: int) -> Tensor:
     return ((x @ signs) @ (y @ signs).T).double()
 
 
+def slope(predicted: Tensor, real: Tensor) -> float:
+    """By how much the loss of the median query really changes where the scores say 1: [M, Q]."""
+    a, b = (x.double() - x.double().mean(0) for x in (predicted, real))
+    return float(((a * b).sum(0) / (a * a).sum(0)).median())
+
+
 def measured(given: Problem, args: argparse.Namespace) -> dict[str, Any]:
     masks = halves(given.examples, args.subsets)
     truth = outcomes(given, masks, args.repeats, args.cache, args.together)[0].mean(0)
@@ -84,7 +90,9 @@ def measured(given: Problem, args: argparse.Namespace) -> dict[str, Any]:
         every = pairs(given, seed)
         x, y = every["whole"]
         exact = (x @ y.T).double()
-        found.setdefault("exact", {"lds": []})["lds"].append(lds(exact))
+        cell = found.setdefault("exact", {"lds": [], "slope": []})
+        cell["lds"].append(lds(exact))
+        cell["slope"].append(slope(measures.predicted(exact / given.examples, masks), -truth))
         for way, (x, y) in every.items():
             for k in args.sizes:
                 credit = projected(x, y, k, seed)

@@ -150,6 +150,56 @@ def _removed(place: str, every: bool) -> str:
     return "; ".join(sorted(found))
 
 
+NUMBERS = {  # for docs/which-number.md: a method of the tables for each number
+    "value (`secant`)": "inrun secant",
+    "value, without the first tenth of the steps": "inrun secant, without the first tenth",
+    "`carry`": "inrun carry",
+    "`influence`": "inrun influence",
+    "`inrun.ask`": "inrun ask",
+}
+
+
+def numbers(place: str) -> str:
+    """What each number of inrun is worth, over all problems: the lowest and the highest."""
+    found, gone = problems(place), removals(place)
+    lines = [
+        "| number | LDS | two runs agree | loss of a query without its top rows | queries that get "
+        "another label |",
+        "|---|---|---|---|---|",
+    ]
+
+    def among(xs: list[float | None], form: str) -> str:
+        known = sorted(x for x in xs if x is not None)
+        if not known:
+            return ""
+        low, high = f"{known[0]:{form}}", f"{known[-1]:{form}}"
+        return low if low == high else f"{low} to {high}"
+
+    def line(title: str, name: Callable[[dict[str, Any]], str]) -> str:
+        own = [p["methods"][name(p)] for p in found.values() if name(p) in p["methods"]]
+        cells = [
+            among([m["lds"]["mean"] for m in own], ".2f"),
+            among([m["agreement"] for m in own], ".2f"),
+        ]
+        after = [(p, middle(p)[1], name(found[k])) for k, p in gone.items() if k in found]
+        cells.append(among([x["rise"].get(m) for _, x, m in after], "+.2f"))
+        cells.append(among([x["flips"].get(m) for _, x, m in after], ".0%"))
+        return f"| {title} | " + " | ".join(cells) + " |"
+
+    def rival(p: dict[str, Any]) -> str:
+        others = {m: x for m, x in p["methods"].items() if not m.startswith("inrun")}
+        return max(others, key=lambda m: others[m]["lds"]["mean"])
+
+    lines += [line(title, lambda p, name=name: name) for title, name in NUMBERS.items()]  # type: ignore[misc]
+    lines.append(line("*the best other method of each problem, by LDS*", rival))
+    ceilings = [p["ceiling"]["mean"] for p in found.values()]
+    random = [middle(p)[1]["random_flips"] for p in gone.values()]
+    lines.append(f"| *two sets of retrainings; random rows* | {among(ceilings, '.2f')} | | 0 | "
+                 f"{among(random, '.0%')} |")  # fmt: skip
+    names = ", ".join(TITLES[p] for p in found)
+    return "\n".join([*lines, "", f"Lowest and highest of: {names}."])
+
+
 def projected(place: str) -> str:
     """What answers lose by projections: LDS, and the agreement with the exact scores."""
     path = RESULTS / f"projected-{place}.json"
@@ -168,6 +218,8 @@ def projected(place: str) -> str:
         shown = {"whole": "R g and R (F + λ)⁻¹ v", "half": "(F + λ)^-½ on both sides"}
         title = f"{shown[way]}, {int(k):,} numbers" if k else "exact"
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    slopes = " | ".join(f"{p['found']['exact']['slope']:.2f}" for p in found.values())
+    lines.append(f"| *real change of the loss where the exact scores say 1* | {slopes} |")
     sizes = ", ".join(f"{p['parameters']:,}" for p in found.values())
     return "\n".join([*lines, "", f"Models of {sizes} parameters; means over two runs."])
 
@@ -202,6 +254,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"lds-{place}": lambda place=place: quality(place) for place in ("cpu", "h200")},  # type: ignore
     **{f"lds-{place}-cost": lambda place=place: cost(place) for place in ("cpu", "h200")},  # type: ignore
     "lds-removal": lambda: removal("cpu"),
+    "which-number": lambda: numbers("cpu"),
     "lds-projected": lambda: projected("cpu"),
     "lds-flips": lambda: flips("cpu"),
 }

@@ -202,6 +202,7 @@ def test_projections_are_of_the_scores_that_ask_gives(small: Problem) -> None:
     found = inside.ask(small, 0, gradients.train(small, 0))["inrun ask"].values
     for x, y in projection.pairs(small, 0).values():
         torch.testing.assert_close((x @ y.T).double() / 12, found, rtol=1e-5, atol=1e-9)
+        assert projection.slope(x.new_tensor([[1.0], [3.0]]), x.new_tensor([[5.0], [6.0]])) == 0.5
         near = projection.projected(x, y, 1 << 15, 0)
         assert float((near - x @ y.T).norm() / (x @ y.T).norm()) < 0.1
 

@@ -4,8 +4,8 @@
    curvature that the run has saved (curvature/);
 2. one pass over the training data: per-example gradients are captured as in training and
    contracted with the directions of all questions at once; nothing is projected;
-3. score_i = ⟨u, ∇ℓ_i⟩ / N with N examples: by how much the question's loss would rise, in its own
-   unit, had example i not been among them. Positive: it taught the model this.
+3. score_i = ⟨u, ∇ℓ_i⟩ / N with N examples: by how much the question's loss would rise, to first
+   order, had example i not been among them. Positive: it taught the model this.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ def ask(
 
     Returns:
         A row for each id, in the order of the data: id, and a column for each question: by how much
-        its loss would rise without the example, in the first order. On every rank the same, of the
-        data of all ranks.
+        its loss would rise without the example, to first order. Retraining moves the loss less
+        (docs/lds.md): trust the order more than the size. On every rank the same, of the data of
+        all ranks.
     """
     world = _world(model, process_group)
     model = unwrapped(model)

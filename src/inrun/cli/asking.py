@@ -64,7 +64,8 @@ def ask(
     With SETUP one pass over the training data scores every example for all questions; it is
     written to a folder as it goes, and goes on there when it is run again. Without SETUP the
     answers of that folder are shown. The run needs estimator="influence". The score of an example
-    is by how much the question's loss would rise, had it not been trained on. With --tokens and
+    estimates by how much the question's loss would rise, had it not been trained on: trust the
+    order more than the size. With --tokens and
     the words of --tokenizer, or of a column "tokens" of the examples, texts are shaded word by
     word. `inrun report RUN` shows the answers in RUN/answers, too.
     """
