@@ -144,7 +144,7 @@ def questions(out: Path):
     numbers = saved["numbers"]
     model = LanguageModel(len(numbers) + 2)
     model.load_state_dict(saved["weights"])
-    rows = [json.loads(line) for line in (out / "examples.jsonl").open(encoding="utf-8")]
+    rows = [json.loads(x) for x in (out / "examples.jsonl").read_text("utf-8").splitlines()]
     parts = [rows[i : i + 50] for i in range(0, len(rows), 50)]
     return {
         "model": model,

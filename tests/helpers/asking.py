@@ -1,5 +1,7 @@
 """A small language model that was trained, watched for influence, and questions to it."""
 
+import json
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -50,3 +52,19 @@ def batches(data, size=3, rows=None):
     """Pairs of ids and batches."""
     rows = torch.arange(len(data)) if rows is None else torch.as_tensor(rows)
     return [(part.tolist(), data[part]) for part in rows.split(size)]
+
+
+def answered(folder):
+    """A run with answers in its folder, their table, the questions, what its ids stand for, and the
+    data."""
+    _, model, data, queries = asked_model(folder)
+    options = {"run": folder, "loss": next_word, "out": folder / "answers"}
+    scores = inrun.ask(model, batches(data), queries, **options)
+    inrun.ask(model, batches(data), queries, tokens=True, **options)
+    examples = folder.parent / "examples.jsonl"
+    with examples.open("w") as file:
+        for i in range(N):
+            tokens = [f"<{t}> " for t in data[i].tolist()]
+            text = f"</script><script>alert({i})</script>"
+            file.write(json.dumps({"id": i, "text": text, "tokens": tokens}) + "\n")
+    return folder, scores, list(queries), examples, data

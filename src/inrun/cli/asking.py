@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Group
+from rich.padding import Padding
 from rich.progress import Progress
 from rich.text import Text
 
@@ -151,7 +152,7 @@ def _counted(data: Any, bar: Progress, what: str) -> Iterator[Any]:
 
 def _told(shown: list[dict[str, Any]], output: Path | None) -> Group:
     """The questions and their examples, for a terminal."""
-    lines: list[Text] = []
+    lines: list[Text | Padding] = []
     for question in shown:
         lines.append(Text(safe(question["question"]), "bold underline"))
         lines.append(Text(f"loss {question['loss']:.3g}", "dim italic"))
@@ -159,8 +160,7 @@ def _told(shown: list[dict[str, Any]], output: Path | None) -> Group:
             lines.append(Text.assemble((f"{e['score']:9.3g}  ", ""), (safe(e["id"], 200), "bold")))
             text = _shaded(e["pieces"]) if e.get("words") else Text(excerpt(e.get("text", "")))
             if text:
-                text.pad_left(2)
-                lines.append(text)
+                lines.append(Padding(text, (0, 0, 0, 2)))
         lines.append(Text())
     if output is not None:
         lines.append(Text(f"Page: {safe(output)}"))
