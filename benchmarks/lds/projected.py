@@ -79,29 +79,33 @@ def slope(predicted: Tensor, real: Tensor) -> float:
 
 
 def measured(given: Problem, args: argparse.Namespace) -> dict[str, Any]:
-    masks = halves(given.examples, args.subsets)
-    truth = outcomes(given, masks, args.repeats, args.cache, args.together)[0].mean(0)
-
-    def lds(credit: Tensor) -> float:
-        return float(measures.spearman(measures.predicted(credit, masks), -truth).nanmean())
-
+    masks = halves(given.examples, max(args.subsets, 1))
+    truth = None
+    if args.subsets:
+        truth = outcomes(given, masks, args.repeats, args.cache, args.together)[0].mean(0)
     found: dict[str, Any] = {}
+
+    def note(name: str, credit: Tensor, exact: Tensor) -> None:
+        """``same``: agreement with the exact scores; ``slope``: do these have the right size?"""
+        cell = {"same": float(measures.spearman(credit, exact).nanmean())}
+        if truth is not None:
+            sums = measures.predicted(credit, masks)
+            cell["lds"] = float(measures.spearman(sums, -truth).nanmean())
+            cell["slope"] = slope(sums / given.examples, -truth)
+        for key, x in cell.items():
+            found.setdefault(name, {}).setdefault(key, []).append(x)
+
     for seed in range(RUNS):
         every = pairs(given, seed)
         x, y = every["whole"]
         exact = (x @ y.T).double()
-        cell = found.setdefault("exact", {"lds": [], "slope": []})
-        cell["lds"].append(lds(exact))
-        cell["slope"].append(slope(measures.predicted(exact / given.examples, masks), -truth))
+        note("exact", exact, exact)
         for way, (x, y) in every.items():
             for k in args.sizes:
-                credit = projected(x, y, k, seed)
-                cell = found.setdefault(f"{way}, {k}", {"lds": [], "same": []})
-                cell["lds"].append(lds(credit))
-                cell["same"].append(float(measures.spearman(credit, exact).nanmean()))
+                note(f"{way}, {k}", projected(x, y, k, seed), exact)
     means = {k: {n: sum(x) / len(x) for n, x in cell.items()} for k, cell in found.items()}
     parameters = sum(w.numel() for w in given.make(0).parameters())
-    return {"parameters": parameters, "subsets": len(masks), "runs": RUNS, "found": means}
+    return {"parameters": parameters, "subsets": args.subsets, "runs": RUNS, "found": means}
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -110,7 +114,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--cache", type=Path)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/projected-cpu.json")
-    parser.add_argument("--subsets", type=int, default=100)
+    parser.add_argument("--subsets", type=int, default=100, help="0: no retraining, no LDS")
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--together", type=int, default=100)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))

@@ -211,14 +211,16 @@ def projected(place: str) -> str:
     for name in next(iter(found.values()))["found"]:
         cells = []
         for p in found.values():
-            own, exact = p["found"][name], p["found"]["exact"]["lds"]
-            more = f" ({own['lds'] / exact:.0%}), {own['same']:.2f}" if "same" in own else ""
-            cells.append(f"{own['lds']:.2f}{more}")
+            own, exact = p["found"].get(name, {}), p["found"]["exact"]
+            parts = [f"{own['lds']:.2f} ({own['lds'] / exact['lds']:.0%})"] if "lds" in own else []
+            parts += [f"{own['same']:.2f}"] if "same" in own else []
+            cells.append(", ".join(parts))
         way, _, k = name.partition(", ")
         shown = {"whole": "R g and R (F + λ)⁻¹ v", "half": "(F + λ)^-½ on both sides"}
         title = f"{shown[way]}, {int(k):,} numbers" if k else "exact"
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
-    slopes = " | ".join(f"{p['found']['exact']['slope']:.2f}" for p in found.values())
+    known_slopes = [p["found"]["exact"].get("slope") for p in found.values()]
+    slopes = " | ".join("" if x is None else f"{x:.2f}" for x in known_slopes)
     lines.append(f"| *real change of the loss where the exact scores say 1* | {slopes} |")
     sizes = ", ".join(f"{p['parameters']:,}" for p in found.values())
     return "\n".join([*lines, "", f"Models of {sizes} parameters; means over two runs."])

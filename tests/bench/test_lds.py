@@ -207,6 +207,20 @@ def test_projections_are_of_the_scores_that_ask_gives(small: Problem) -> None:
         assert float((near - x @ y.T).norm() / (x @ y.T).norm()) < 0.1
 
 
+def test_projections_are_measured_with_and_without_retraining(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    out = tmp_path / "projected.json"
+    for subsets in ("4", "0"):
+        projection.main([
+            "digits-mlp", "--scale", "0.05", "--subsets", subsets, "--repeats", "1",
+            "--sizes", "64", "--out", str(out),
+        ])  # fmt: skip
+        found = json.loads(out.read_text())["problems"]["digits-mlp"]["found"]
+        assert found.keys() == {"exact", "whole, 64", "half, 64"}
+        assert all(("lds" in cell) == (subsets == "4") for cell in found.values())
+        assert found["exact"]["same"] == pytest.approx(1) and found["half, 64"]["same"] < 1
+
+
 def test_unknown_problems_are_refused() -> None:
     with pytest.raises(ValueError, match="there is no problem 'mnist': use digits-mlp"):
         problem("mnist", CPU, None)

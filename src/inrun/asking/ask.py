@@ -101,8 +101,7 @@ def ask(
     params = world.together(lambda: _parameters(model, curvature))
     world.together(lambda: _refuse(queries, params, tokens, examples, out, memory_limit))
     folder = None if out is None else Path(out)
-    asked = Validator(model, {k: [b] for k, b in queries.items()}, loss, 1, None, 0, batch_dim)
-    asked.draw()
+    asked = world.together(lambda: _asked(model, queries, loss, batch_dim))
     try:
         with torch.no_grad(), asked.evaluating():
             u, losses = world.together(lambda: _directions(asked, params, curvature, damping))
@@ -121,6 +120,15 @@ def ask(
                 parts.close()
     finally:
         asked.close()
+
+
+def _asked(
+    model: nn.Module, queries: Mapping[str, Any], loss: Loss | None, batch_dim: int
+) -> Validator:
+    """The questions as targets of a validation pass."""
+    asked = Validator(model, {k: [b] for k, b in queries.items()}, loss, 1, None, 0, batch_dim)
+    asked.draw()
+    return asked
 
 
 def _world(model: nn.Module, process_group: Any) -> World:
@@ -213,7 +221,8 @@ def _curvature(run: Any) -> tuple[Curvature, str]:
             "ask needs a run whose curvature is known: watch(..., estimator='influence') or "
             "estimator=['secant', 'influence'], after some steps"
         )
-    return found, "live"
+    info = getattr(getattr(run, "_ledger", None), "info", None) or {}
+    return found, str(info.get("run", "live"))
 
 
 def _parameters(model: nn.Module, curvature: Curvature) -> dict[str, Tensor]:
