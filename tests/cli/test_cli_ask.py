@@ -45,7 +45,16 @@ def fewer(run):
 def more(run):
     return questions(run) | {{"out": "elsewhere"}}
 
+def noisy(run):
+    import torch
+
+    found = questions(run)
+    return found | {{"loss": lambda model, ids: next_word(model, ids) * torch.rand(())}}
+
 number = 3
+
+def broken(run):
+    raise ValueError("of the user's")
 """
 
 
@@ -82,6 +91,11 @@ def test_the_command_asks_and_shows(asked, tmp_path):
         (folder, "--tokens"): "--tokens needs SETUP",
         (folder, "--answers", tmp_path / "nowhere"): "holds no answers",
     }
+    failed = CliRunner().invoke(app, ["ask", str(folder), f"{setup}:broken"])
+    assert isinstance(failed.exception, RuntimeError)  # with its traceback
+    assert "of the user's" in str(failed.exception.__cause__)
+    other = ("--answers", tmp_path / "noisy")
+    assert "do not add up" in call("ask", folder, f"{setup}:noisy", *other, code=2).stderr
     for args, why in refused.items():
         assert why in call("ask", *args, code=2).stderr
     asked_model(tmp_path / "plain")

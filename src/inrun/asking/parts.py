@@ -75,23 +75,20 @@ class Parts:
             self._lock = None
 
     def _open(self, folder: Path, about: dict[str, Any], losses: Sequence[float]) -> None:
-        found = read_about(folder)
-        if found is None:
+        if not (folder / ABOUT).exists():
             if folder.exists() and (not folder.is_dir() or _others(folder)):
                 raise LedgerError(f"{folder} holds something else: choose a folder that is empty")
             folder.mkdir(parents=True, exist_ok=True)
         self._lock = WriterLock(folder)
         try:
-            self._read(folder, found, about, losses)
+            self._read(folder, about, losses)
         except BaseException:
             self.close()
             raise
 
-    def _read(
-        self, folder: Path, found: dict[str, Any] | None, about: dict[str, Any],
-        losses: Sequence[float],
-    ) -> None:  # fmt: skip
+    def _read(self, folder: Path, about: dict[str, Any], losses: Sequence[float]) -> None:
         """What is there already."""
+        found = read_about(folder)
         if found is None:
             files.write_json(folder / ABOUT, files.signed(about | {"losses": list(losses)}))
             return

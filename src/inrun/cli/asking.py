@@ -18,6 +18,7 @@ from rich.text import Text
 from inrun import open as open_run
 from inrun.cli.shared import Examples, RunPath
 from inrun.console import Force, Json, console, excerpt, safe, say
+from inrun.errors import CaptureError
 from inrun.ledger import LedgerError
 from inrun.ledger.saved import SavedRun
 from inrun.report.answers import FOLDER, SHOWN, answers_of, entries, write_answers
@@ -91,11 +92,15 @@ def _called(setup: str, run: Path) -> dict[str, Any]:
     place, _, name = setup.rpartition(":")
     if not place or not name.isidentifier():
         raise LedgerError(f"SETUP is my_file.py:function or module:function, not {setup!r}")
-    module = _loaded(place)
-    function: Callable[[Path], Any] | None = getattr(module, name, None)
-    if not callable(function):
-        raise LedgerError(f"{place} has no function {name!r}")
-    found = function(run)
+    try:
+        function: Callable[[Path], Any] | None = getattr(_loaded(place), name, None)
+        if not callable(function):
+            raise LedgerError(f"{place} has no function {name!r}")
+        found = function(run)
+    except LedgerError:
+        raise
+    except Exception as error:  # the user's own code: with its traceback
+        raise RuntimeError(f"{setup} failed") from error
     if not isinstance(found, Mapping) or not all(k in found for k in WANTED):
         raise LedgerError(f"{setup} must return a dict with {', '.join(WANTED)}")
     if other := [k for k in found if k not in WANTED + OPTIONAL]:
@@ -136,11 +141,14 @@ def _answer(saved: SavedRun, given: dict[str, Any], folder: Path, tokens: bool, 
             "--tokens goes through the data twice, and an iterator can be read only once: return a "
             "list of batches, a DataLoader, or an object with __iter__"
         )
-    with Progress(console=shown, transient=True) as bar:
-        asked(data=_counted(data, bar, "Asking"), run=saved, out=folder, **given)
-        if tokens:
-            told = _counted(data, bar, "Word by word")
-            asked(data=told, run=saved, out=folder, tokens=True, **given)
+    try:
+        with Progress(console=shown, transient=True) as bar:
+            asked(data=_counted(data, bar, "Asking"), run=saved, out=folder, **given)
+            if tokens:
+                told = _counted(data, bar, "Word by word")
+                asked(data=told, run=saved, out=folder, tokens=True, **given)
+    except CaptureError as error:
+        raise LedgerError(str(error)) from error
 
 
 def _counted(data: Any, bar: Progress, what: str) -> Iterator[Any]:

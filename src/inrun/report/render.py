@@ -32,6 +32,7 @@ def render(data: dict[str, Any], page: str = "page.html", scripts: Sequence[str]
         "style": style,
         "data": embed(data),
         "script": script,
+        "answers": _file("answers_section.html"),
     }
     pieces = _file(page).split("%%")  # text, name, text, name, ...: values are never scanned again
     return "".join(parts[p] if i % 2 else p for i, p in enumerate(pieces))
