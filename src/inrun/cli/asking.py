@@ -123,7 +123,8 @@ def _loaded(place: str) -> Any:
     if not file.is_file():
         raise LedgerError(f"there is no file {file}")
     sys.path.insert(0, str(file.parent.resolve()))
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    name = file.stem if file.stem not in sys.modules else f"inrun_setup_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
