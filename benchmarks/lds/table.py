@@ -196,8 +196,12 @@ def numbers(place: str) -> str:
     random = [middle(p)[1]["random_flips"] for p in gone.values()]
     lines.append(f"| *two sets of retrainings; random rows* | {among(ceilings, '.2f')} | | 0 | "
                  f"{among(random, '.0%')} |")  # fmt: skip
-    names = ", ".join(TITLES[p] for p in found)
-    return "\n".join([*lines, "", f"Lowest and highest of: {names}."])
+    names = "; ".join(TITLES[p] for p in found)
+    flipped = [k for k, p in gone.items() if middle(p)[1]["random_flips"] is not None]
+    labels = "" if len(flipped) == len(found) else (
+        " Labels only of: " + "; ".join(TITLES[p] for p in flipped) + "."
+    )  # fmt: skip
+    return "\n".join([*lines, "", f"Lowest and highest of: {names}.{labels}"])
 
 
 def projected(place: str) -> str:
