@@ -40,7 +40,6 @@ def parts(size: str) -> dict[str, Settings]:
         found = {
             "bm25": common | {k: small[k] for k in ("candidates", "sources")} | {"task": "bm25"},
             "gpt": small | {"task": "values"},
-            "gpt-influence": small | {"task": "influence", "estimators": list(scores.INFLUENCE)},
         }
         if size == "tiny":
             learnt = {"characters": 20_000, "length": 32, "batch": 16, "epochs": 1, "lr": 1e-3,
@@ -48,6 +47,9 @@ def parts(size: str) -> dict[str, Settings]:
             found["pretrain-gpt"] = small | {"pretrain": learnt, "task": "pretrain"}
             found["gpt-pretrained"] = small | {"pretrain": learnt, "task": "values"}
             found["gpt-points"] = small | {"task": "points", "estimators": list(scores.POINTS)}
+            found["gpt-influence"] = small | {
+                "task": "influence", "estimators": list(scores.INFLUENCE)
+            }  # fmt: skip
         return found
     distil = common | {"model": "distilgpt2"}
     english = distil | TUNED | {"pretrain": PRETRAIN}
