@@ -29,7 +29,7 @@ from inrun.optimizers.common import Options, State, scalar, sign, step_count
 
 @dataclass(frozen=True)
 class Sampling:
-    """What is observed: ``examples`` of a step, all of the ``first`` steps, later one in so many."""
+    """What is observed: ``examples`` of a step; the ``first`` steps, later one in so many."""
 
     examples: int
     first: int

@@ -49,8 +49,8 @@ class WholeFisher:
             self.S = (1 - weight) * self.S + weight * sum(x @ x.T for x in g) / len(g)
             self.A = (1 - weight) * self.A + weight * sum(x.T @ x for x in g) / len(g)
             if self.k in self.renewed:
-                self.U = [_next_basis(x, U) for x, U in zip((self.S, self.A), self.U, strict=True)]
-                self.basis = torch.kron(*self.U)
+                self.U_S, self.U_A = _next_basis(self.S, self.U_S), _next_basis(self.A, self.U_A)
+                self.basis = torch.kron(self.U_S, self.U_A)
         flat = g.reshape(len(g), -1)
         if not self.basis.ndim:  # until the first eigenbases: the coordinates
             self.basis = torch.eye(flat.shape[1], dtype=g.dtype)
