@@ -72,12 +72,16 @@ class Moving:
 
 @dataclass(eq=False)
 class Curvature:
-    """By the name of the weight. ``step`` is that of the last observation."""
+    """``layers`` by the name of the weight. ``step`` is that of the last observation."""
 
     layers: dict[str, Layer] = field(default_factory=dict)
     step: int = -1
     seen: int = 0
-    _large: int = 0  # large layers so far
+    _of: dict[str, Layer] = field(default_factory=dict, repr=False)  # by parameter
+
+    def add(self, layer: Layer) -> None:
+        self.layers[layer.place.name] = layer
+        self._of |= dict.fromkeys(layer.place.names, layer)
 
     def due(self, step: int, params: Mapping[str, Tensor]) -> bool:
         """Is this step observed? Once, however many estimators ask."""
@@ -102,7 +106,7 @@ class Curvature:
             scale: what turns recorded gradients into those of the loss (1/loss scale).
         """
         passed, self.step = step - self.step, step
-        if not self.layers.keys() >= params.keys() - self._biases:
+        if not self._of.keys() >= params.keys():
             self._place(modules, params)
         for layer in self.layers.values():
             own = [moving.get(k) for k in layer.place.names]
@@ -123,24 +127,18 @@ class Curvature:
         for name, sample in samples(micro, own_places, params, first, n, factor):
             self.layers[name].see(sample)
 
-    @property
-    def _biases(self) -> set[str]:
-        return {k for x in self.layers.values() for k in x.place.names[1:]}
-
     def _place(self, modules: Iterable[nn.Module], params: Mapping[str, Tensor]) -> None:
-        """Make the layers that are missing."""
-        known = {k for x in self.layers.values() for k in x.place.names}
+        """Make the layers that are missing. Large ones take turns with their eigenbases."""
         for name, place in places(modules, params).items():
-            if known.isdisjoint(place.names):
-                layer = self.layers[name] = Layer(place, params[name].shape)
-                if layer.large:  # they take turns
-                    layer.renewal = FIRST + self._large
-                    self._large += 1
+            if self._of.keys().isdisjoint(place.names):
+                layer = Layer(place, params[name].shape)
+                if layer.large:
+                    layer.renewal = FIRST + sum(x.large for x in self.layers.values())
+                self.add(layer)
 
     def known(self, name: str) -> Layer | None:
         """The layer of a parameter, if something was seen of it."""
-        found = (x for x in self.layers.values() if name in x.place.names)
-        layer = next(found, None)
+        layer = self._of.get(name)
         return layer if layer is not None and layer.seen and layer.tau is not None else None
 
 

@@ -58,7 +58,7 @@ def read(folder: Path, run: str | None) -> Curvature:
             found = Curvature(step=int(about["step"]))
             for i, entry in enumerate(about["layers"]):
                 own = {k: arrays[f"{i}.{k}"] for k in KEPT if f"{i}.{k}" in arrays.files}
-                found.layers[str(entry["name"])] = _layer(entry, own)
+                found.add(_layer(entry, own))
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         why = " ".join(str(error).split())
         raise LedgerError(f"{file} is damaged: {why}. Train again, or restore a copy") from error
@@ -114,10 +114,11 @@ def load_state(
 ) -> None:
     """Continue from a checkpoint."""
     curvature.step, curvature.seen = int(state["step"]), int(state["seen"])
-    curvature.layers = {}
+    curvature.layers.clear()
     for name, own in state["layers"].items():
         device = params[name].device if name in params else None
-        layer = curvature.layers[name] = Layer(_place(own["place"]), torch.Size(own["shape"]))
+        layer = Layer(_place(own["place"]), torch.Size(own["shape"]))
+        curvature.add(layer)
         for key, x in own.items():
             if key not in ("shape", "place"):
                 setattr(layer, key, x.to(device) if isinstance(x, Tensor) else x)
