@@ -3,7 +3,8 @@ inverse of the curvature (``estimator="influence"``, curvature/)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +87,8 @@ class Maps:
     def _observe(self, curvature: Curvature, step: Step, secant: ByName) -> None:
         """Take the step into the curvature."""
         scale, moving = step.clipping.scale, {}
-        with no_autocast(_device(step).type):
+        half = _products_in(step) is not None
+        with no_autocast(_device(step).type), rounded_products(half):
             for (name, G), i in zip(step.G.items(), step.places, strict=True):
                 m = step.moved.steps[i]
                 squares = None
@@ -143,6 +145,21 @@ class Inverse:
         some = [wide(v[k]) if k in v else None for k in names]
         u = self.layer.directions(some, self.a, self.dtype)
         return {k: self.factors[k] * x for k, x in zip(names, u, strict=True) if k in v}
+
+
+@contextmanager
+def rounded_products(on: bool) -> Iterator[None]:
+    """Products of float32 matrices may round their inputs to TF32, which is several times as fast:
+    what is observed is a mean over samples, and the model was trained with fewer digits."""
+    before = torch.get_float32_matmul_precision()
+    if not on or before != "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _device(step: Step) -> torch.device:
