@@ -207,3 +207,8 @@ def test_a_mean_square_of_zero_has_no_scale(shape):
     squares[0] = 0
     layer.scale([squares], weight)
     assert layer.left.isfinite().all() and layer.left[0].max() > layer.left[1].max()
+    before = [layer.left.clone(), None if layer.right is None else layer.right.clone()]
+    squares[-1] = torch.inf  # a step that mixed precision skips
+    layer.scale([squares], weight)
+    for x, old in zip((layer.left, layer.right), before, strict=True):
+        assert x is old or torch.equal(x, old)

@@ -111,7 +111,8 @@ class Curvature:
         for layer in self.layers.values():
             own = [moving.get(k) for k in layer.place.names]
             if own[0] is not None:
-                layer.scale([None if m is None else m.squares for m in own], own[0].G)
+                squares = [None if m is None else m.squares for m in own]
+                layer.scale(squares, wide(own[0].G))
                 rate = effective_rate([m for m in own if m is not None], layer)
                 layer.pass_time(rate * passed)
         some = [m for m in micros if m.B]

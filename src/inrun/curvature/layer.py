@@ -102,20 +102,28 @@ class Layer:
     def scale(self, squares: Sequence[Tensor | None], weight: Tensor) -> None:
         """Take κ from the optimizer's mean squares [*W] of the weight and of the bias; None of a
         weight: κ = 1."""
+        sizes = self.matrix or (math.prod(self.shape),)
+        before = [weight.new_ones(n) for n in sizes]
+        if self.matrix is None:
+            before = [before[0].view(self.shape)]
+        if self.left is not None:
+            before = [x for x in (self.left, self.right) if x is not None]
         if squares[0] is None:
-            sizes = self.matrix or (math.prod(self.shape),)
-            ones = [weight.new_ones(n) for n in sizes]
-            self.left, self.right = (ones[0].view(self.shape), None) if len(ones) < 2 else ones
-            return
-        rows = [None if x is None else x.detach().to(weight.dtype)[None] for x in squares]
-        v = joined(self.place, rows, weight)[0]
-        mean = v.mean()
-        sides = [v] if self.matrix is None else [v.flatten(1).mean(1), v.flatten(1).mean(0) / mean]
-        floors = [FLOOR * mean, torch.full_like(mean, FLOOR)]
-        found = [
-            torch.where(mean > 0, x.maximum(low) ** -0.25, 1.0)
-            for x, low in zip(sides, floors, strict=False)
-        ]
+            found = before
+        else:
+            rows = [None if x is None else x.detach().to(weight.dtype)[None] for x in squares]
+            v = joined(self.place, rows, weight)[0]
+            mean = v.mean()
+            sides = [v] if self.matrix is None else [v.flatten(1).mean(1), v.flatten(1).mean(0)]
+            units = [
+                torch.ones_like(mean),
+                mean,
+            ]  # κ² of a row and a column is (v̂_o v̂_i / v̄)^(−1/2)
+            known = (mean > 0) & mean.isfinite()  # not in a step that mixed precision skips
+            found = [
+                torch.where(known, (x.maximum(FLOOR * mean) / unit) ** -0.25, old)
+                for x, unit, old in zip(sides, units, before, strict=False)
+            ]
         self.left, self.right = (found[0], None) if len(found) == 1 else found
 
     def squared_size(self, G: Sequence[Tensor]) -> Tensor:
