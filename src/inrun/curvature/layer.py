@@ -190,18 +190,22 @@ class Layer:
     ) -> list[Tensor]:
         """u = κ ⊙ (F + a/τ)⁻¹(κ ⊙ v) for each of v [Q, *W], of the weight and of the bias; None
         stands for zeros. Products are taken in ``dtype``."""
-        assert self.spectrum is not None and self.left is not None
-        like = self.spectrum.new_empty(()).expand(self.shape)
-        x = joined(self.place, v, like)
-        if self.matrix is None:
-            return [x * self.left.square() / self.divisor(a)]
-        assert self.right is not None
-        x = x.flatten(2)
+        x = self.turned(v, dtype) / self.divisor(a)
+        assert self.left is not None
+        if self.right is None:
+            return [x * self.left]
         U_S, U_A = self._bases(dtype or x.dtype)
-        x = x * self.left[:, None] * self.right
-        x = _times(U_S, x, U_A, dtype, back=False) / self.divisor(a)
         x = _times(U_S, x, U_A, dtype, back=True) * self.left[:, None] * self.right
-        return apart(self.place, x, like)
+        return apart(self.place, x, x.new_empty(()).expand(self.shape))
+
+    def turned(self, v: Sequence[Tensor | None], dtype: torch.dtype | None = None) -> Tensor:
+        """U_Sᵀ (κ ⊙ v) U_A [Q, O, I]; of a vector κ ⊙ v."""
+        assert self.spectrum is not None and self.left is not None
+        x = joined(self.place, v, self.spectrum.new_empty(()).expand(self.shape))
+        if self.right is None:
+            return x * self.left
+        U_S, U_A = self._bases(dtype or x.dtype)
+        return _times(U_S, x.flatten(2) * self.left[:, None] * self.right, U_A, dtype, back=False)
 
     def _bases(self, dtype: torch.dtype) -> list[Tensor | None]:
         """The eigenbases in this type, cast once."""
