@@ -2,8 +2,9 @@
 
     python docs/refresh.py FOLDER
 
-FOLDER is where `inrun demo` and `inrun demo --task text` were run, so it holds runs/demo-digits and
-runs/demo-text. A block after `<!-- output of: COMMAND -->` is replaced by what the command prints.
+FOLDER is where `inrun demo` and `inrun demo --task text` were run, and the commands of
+guide-ask.md: it holds runs/demo-digits, runs/demo-text, runs/docs and answers.html. A block after
+`<!-- output of: COMMAND -->` is replaced by what the command prints.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ SHOTS = {  # name: width, height, dark, section
     "report-phone-light": (390, 844, False, "suspects"),
     "report-phone-dark": (390, 844, True, None),
 }
+ANSWER_SHOTS = {"answers-light": (1100, 1150, False, None)}
 TEXT_SHOTS = {"report-tokens-light": (1200, 800, False, "tokens")}  # of the text demo
 
 
@@ -81,3 +83,4 @@ if __name__ == "__main__":
         refresh(page, folder)
     pictures(folder / "runs" / "demo-digits" / "report.html", SHOTS)
     pictures(folder / "runs" / "demo-text" / "report.html", TEXT_SHOTS)
+    pictures(folder / "answers.html", ANSWER_SHOTS)

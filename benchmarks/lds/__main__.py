@@ -26,7 +26,7 @@ from torch import Tensor
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from benchmarks.lds import gradients, inside, measures, ours, removal, rivals
+from benchmarks.lds import gradients, inside, measures, ours, rivals
 from benchmarks.lds.credit import Credit, Method
 from benchmarks.lds.problems import NAMES, Problem, problem
 from benchmarks.lds.retrain import halves, outcomes
@@ -40,8 +40,7 @@ ON_GPU: tuple[Method, ...] = (
     inside.beside, ours.ekfac_at_end, inside.ask, ours.trak, ours.tracin, ours.graddot, inside.carry
 )  # fmt: skip
 OURS: tuple[Method, ...] = (ours.ekfac_at_end, ours.trak, ours.graddot, ours.tracin)
-EXPLORED = ("secant", "influence", "ask", "TRAK", "EK-FAC")  # what is asked about removal, too
-ADDED = ("methods", "failed", "brittleness", "tail_patch")  # what single methods add to
+ADDED = ("methods", "failed")  # what single methods add to
 
 
 def chosen(given: Problem, args: argparse.Namespace) -> list[Method]:
@@ -102,9 +101,6 @@ def measured(
             if seed == 0:  # later runs repeat what one has
                 failed |= missing
             yield result | {"methods": rows, "failed": failed}
-        if seed == 0 and args.removals:
-            result |= further(given, training, {n: c[0].values for n, c in every.items()}, args)
-            yield result | {"methods": rows, "failed": failed}
 
 
 def retrained(
@@ -142,17 +138,6 @@ def row(
     }
 
 
-def further(
-    given: Problem, training: gradients.Training, asked: dict[str, Tensor], args: argparse.Namespace
-) -> dict[str, Any]:
-    asked = {n: c for n, c in asked.items() if any(w in n for w in EXPLORED)}
-    share, queries = given.examples // 20, min(args.removals, len(given.queries[0]))
-    return {
-        "brittleness": removal.brittleness(given, asked, share, queries, args.removal_seeds),
-        "tail_patch": removal.tail_patch(given, training, asked, 10),
-    }
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("problems", nargs="*", default=list(NAMES), metavar="PROBLEM")
@@ -165,8 +150,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--together", type=int, default=100, help="retrainings side by side")
     parser.add_argument("--runs", type=int, default=2, help="trainings that credits come from")
     parser.add_argument("--draws", type=int, default=200, help="of the bootstrap")
-    parser.add_argument("--removals", type=int, default=0, help="queries to remove rows for")
-    parser.add_argument("--removal-seeds", type=int, default=2)
     parser.add_argument("--scale", type=float, default=1.0, help="below 1: a try at small size")
     parser.add_argument("--methods", help="only these functions, comma-separated; added to --out")
     parser.add_argument("--no-rivals", action="store_true", help="leave other libraries out")
@@ -197,12 +180,6 @@ def main() -> None:
             print(f"{name}: {method}: {found['lds']['mean']:.3f}", flush=True)
 
 
-def merged(known: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Two results, the new one's entries above the others'."""
-    both = {k: known[k] | new[k] for k in ("rise", "drop") if k in known and k in new}
-    return known | new | both
-
-
 def save(out: Path, name: str, result: dict[str, Any], added: bool) -> None:
     """``added``: single methods beside those that are there already."""
     whole = json.loads(out.read_text()) if out.exists() else {"problems": {}}
@@ -211,7 +188,7 @@ def save(out: Path, name: str, result: dict[str, Any], added: bool) -> None:
         same = all(known[k] == result[k] for k in ("examples", "subsets", "repeats", "queries"))
         if not same:
             raise ValueError(f"{out} holds {name} in another size: choose another --out")
-        result = known | {k: merged(known.get(k, {}), result.get(k, {})) for k in ADDED}
+        result = known | {k: known.get(k, {}) | result.get(k, {}) for k in ADDED}
     whole["problems"][name] = result
     out.write_text(json.dumps(whole, indent=1) + "\n")
 

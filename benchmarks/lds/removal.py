@@ -3,6 +3,8 @@ the trained model takes one more step on them (tail patch)?"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 from benchmarks.lds.gradients import Training, Weights
 from benchmarks.lds.ours import end
 from benchmarks.lds.problems import Problem
-from benchmarks.lds.retrain import query_losses, trained
+from benchmarks.lds.retrain import query_logits, query_losses, trained
 
 
 def top(credit: Tensor, k: int) -> Tensor:
@@ -27,40 +29,64 @@ def random_rows(problem: Problem, k: int, seed: int = 0) -> Tensor:
     return torch.stack(drawn)
 
 
-def removed(problem: Problem, rows: Tensor, queries: int, seeds: int, together: int = 50) -> Tensor:
-    """Loss of each of the first ``queries`` queries after retraining without its own rows [Q, k],
-    mean over seeds: [queries]."""
+@dataclass(frozen=True)
+class Without:
+    """Retrainings without some rows: each query's loss [seeds, queries], and the label that it gets
+    (of problems that classify)."""
+
+    losses: Tensor
+    labels: Tensor | None
+
+
+def removed(
+    problem: Problem, rows: Tensor, queries: int, seeds: int, together: int = 50
+) -> Without:
+    """Of each of the first ``queries`` queries: retrained without its own rows [Q, k]."""
     masks = torch.ones(queries, problem.examples, dtype=torch.bool)
     masks.scatter_(1, rows[:queries], False)
-    each = []
+    losses, labels = [], []
     for s in range(seeds):
-        parts = []
         for start in range(0, queries, together):
             part = masks[start : start + together]
             numbers = [50_000_000 + 1000 * s + start + k for k in range(len(part))]
-            losses = query_losses(problem, trained(problem, part, numbers))
-            parts.append(losses[:, start : start + len(part)].diagonal().cpu())
-        each.append(torch.cat(parts))
-    return torch.stack(each).mean(0)
+            stack = trained(problem, part, numbers)
+            own = slice(start, start + len(part))
+            losses.append(query_losses(problem, stack)[:, own].diagonal().cpu())
+            if problem.classifies:
+                found = query_logits(problem, stack)[:, own].argmax(-1)
+                labels.append(found.diagonal().cpu())
+    return Without(
+        torch.cat(losses).view(seeds, queries),
+        torch.cat(labels).view(seeds, queries) if labels else None,
+    )
 
 
 def brittleness(
-    problem: Problem, credits: dict[str, Tensor], k: int, queries: int, seeds: int
+    problem: Problem, credits: dict[str, Tensor], sizes: Sequence[int], queries: int, seeds: int
 ) -> dict[str, Any]:
-    """Mean rise of a query's loss where its top k rows are removed, against k random rows. All
-    retrainings for one query and seed begin with the same weights."""
-    base = removed(problem, random_rows(problem, k), queries, seeds)
-    found: dict[str, Any] = {
-        "k": k,
-        "queries": queries,
-        "seeds": seeds,
-        "random": float(base.mean()),
-    }
-    found["rise"] = {
-        name: float((removed(problem, top(c, k), queries, seeds) - base).mean())
-        for name, c in credits.items()
-    }
+    """What becomes of a query where its top k rows are removed, for each k of ``sizes``: mean rise
+    of its loss against k random rows, and the share of queries that get another label than from all
+    rows. All retrainings for one query and seed begin with the same weights."""
+    nobody = torch.empty(len(problem.queries[0]), 0, dtype=torch.long)
+    whole = removed(problem, nobody, queries, seeds)
+    found: dict[str, Any] = {"queries": queries, "seeds": seeds, "sizes": {}}
+    for k in sizes:
+        base = removed(problem, random_rows(problem, k), queries, seeds)
+        own = {name: removed(problem, top(c, k), queries, seeds) for name, c in credits.items()}
+        found["sizes"][str(k)] = {
+            "random": float(base.losses.mean()),
+            "random_flips": flips(base, whole),
+            "rise": {name: float((x.losses - base.losses).mean()) for name, x in own.items()},
+            "flips": {name: flips(x, whole) for name, x in own.items()},
+        }
     return found
+
+
+def flips(without: Without, whole: Without) -> float | None:
+    """The share of queries, over all seeds, that get another label."""
+    if without.labels is None or whole.labels is None:
+        return None
+    return float((without.labels != whole.labels).double().mean())
 
 
 def tail_patch(

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from benchmarks.lds.problems import Problem
+from benchmarks.lds.problems import Batch, Problem
 from experiments.common import stacked
 
 
@@ -44,8 +44,18 @@ def trained(problem: Problem, masks: Tensor, seeds: Sequence[int]) -> stacked.St
 
 def query_losses(problem: Problem, stack: stacked.Stack) -> Tensor:
     """[M, Q]."""
-    model = problem.make(0)
-    one = stacked._with_weights(model, problem.losses)
+    return _of_queries(problem, stack, problem.losses)
+
+
+def query_logits(problem: Problem, stack: stacked.Stack) -> Tensor:
+    """[M, Q, classes], of problems that classify."""
+    return _of_queries(problem, stack, lambda model, batch: model(batch[0]))
+
+
+def _of_queries(
+    problem: Problem, stack: stacked.Stack, what: Callable[[nn.Module, Batch], Tensor]
+) -> Tensor:
+    one = stacked._with_weights(problem.make(0), what)
     with torch.no_grad():
         return torch.func.vmap(one, in_dims=(0, None), chunk_size=20)(
             {k: w.detach() for k, w in stack.items()}, problem.queries

@@ -80,25 +80,154 @@ def cost(place: str) -> str:
     return grid(place, cell, [])
 
 
-def removal(place: str) -> str:
-    """Brittleness and tail patch, in nats of the query's loss."""
-    found = {k: p for k, p in problems(place).items() if p.get("brittleness")}
-    if not found:
-        return "*Not measured yet: `python -m benchmarks.lds --removals 20` fills this table.*"
+def removals(place: str) -> dict[str, Any]:
+    path = RESULTS / f"removal-{place}.json"
+    found = json.loads(path.read_text())["problems"] if path.exists() else {}
+    return {k: found[k] for k in TITLES if k in found}
+
+
+def removal_grid(
+    place: str, cell: Callable[[dict[str, Any], str], str], random: Callable[[dict[str, Any]], str]
+) -> list[str]:
+    """A row for each method and one of random rows, a column for each problem."""
+    found = removals(place)
     lines = ["| | " + " | ".join(TITLES[p] for p in found) + " |", "|---" * (len(found) + 1) + "|"]
-    for m in methods(found):
-        if not any(m in p["brittleness"]["rise"] for p in found.values()):
-            continue
+    named = {k: {"methods": p["tail_patch"]["drop"]} for k, p in found.items()}
+    for m in methods(named):
+        cells = [cell(p, m) if m in p["tail_patch"]["drop"] else "" for p in found.values()]
+        lines.append(f"| {m} | " + " | ".join(cells) + " |")
+    return [*lines, "| random rows | " + " | ".join(map(random, found.values())) + " |"]
+
+
+MISSING = "*Not measured yet: `python -m benchmarks.lds.without` fills this table.*"
+
+
+def removal(place: str) -> str:
+    """Brittleness at the middle size and tail patch, in nats of the query's loss."""
+    if not removals(place):
+        return MISSING
+
+    def cell(p: dict[str, Any], m: str) -> str:
+        rise, drop = middle(p)[1]["rise"][m], p["tail_patch"]["drop"][m]
+        return f"+{rise:.3f}, −{drop:.4f}".replace("+-", "−").replace("−-", "+")
+
+    lines = removal_grid(
+        place, cell, lambda p: f"0, −{p['tail_patch']['random']:.4f}".replace("−-", "+")
+    )
+    return "\n".join([*lines, "", f"{_removed(place, False)}; tail patch: one step on the top 10."])
+
+
+def flips(place: str) -> str:
+    """The share of queries that get another label, for each number of rows removed."""
+    if not removals(place):
+        return MISSING
+
+    def each(p: dict[str, Any], of: Callable[[dict[str, Any]], float | None]) -> str:
+        found = [of(size) for size in p["brittleness"]["sizes"].values()]
+        return " / ".join("–" if x is None else f"{100 * x:.0f}" for x in found)
+
+    lines = removal_grid(
+        place,
+        lambda p, m: each(p, lambda size: size["flips"][m]),
+        lambda p: each(p, lambda size: size["random_flips"]),
+    )
+    return "\n".join([*lines, "", f"{_removed(place, True)}. In per cent of the queries."])
+
+
+def middle(p: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    sizes = list(p["brittleness"]["sizes"].items())
+    return sizes[len(sizes) // 2]
+
+
+def _removed(place: str, every: bool) -> str:
+    """How much was removed, for how many queries."""
+    found = set()
+    for p in removals(place).values():
+        b = p["brittleness"]
+        sizes = " / ".join(b["sizes"]) if every else middle(p)[0]
+        found.add(f"{sizes} of {p['examples']:,} rows removed for each of {b['queries']} queries, "
+                  f"{b['seeds']} retrainings each")  # fmt: skip
+    return "; ".join(sorted(found))
+
+
+NUMBERS = {  # for docs/which-number.md: a method of the tables for each number
+    "value (`secant`)": "inrun secant",
+    "value, without the first tenth of the steps": "inrun secant, without the first tenth",
+    "`carry`": "inrun carry",
+    "`influence`": "inrun influence",
+    "`inrun.ask`": "inrun ask",
+}
+
+
+def numbers(place: str) -> str:
+    """What each number of inrun is worth, over all problems: the lowest and the highest."""
+    found, gone = problems(place), removals(place)
+    lines = [
+        "| number | LDS | two runs agree | loss of a query without its top rows | queries that get "
+        "another label |",
+        "|---|---|---|---|---|",
+    ]
+
+    def among(xs: list[float | None], form: str) -> str:
+        known = sorted(x for x in xs if x is not None)
+        if not known:
+            return ""
+        low, high = f"{known[0]:{form}}", f"{known[-1]:{form}}"
+        return low if low == high else f"{low} to {high}"
+
+    def line(title: str, name: Callable[[dict[str, Any]], str]) -> str:
+        own = [p["methods"][name(p)] for p in found.values() if name(p) in p["methods"]]
+        cells = [
+            among([m["lds"]["mean"] for m in own], ".2f"),
+            among([m["agreement"] for m in own], ".2f"),
+        ]
+        after = [(p, middle(p)[1], name(found[k])) for k, p in gone.items() if k in found]
+        cells.append(among([x["rise"].get(m) for _, x, m in after], "+.2f"))
+        cells.append(among([x["flips"].get(m) for _, x, m in after], ".0%"))
+        return f"| {title} | " + " | ".join(cells) + " |"
+
+    def rival(p: dict[str, Any]) -> str:
+        others = {m: x for m, x in p["methods"].items() if not m.startswith("inrun")}
+        return max(others, key=lambda m: others[m]["lds"]["mean"])
+
+    lines += [line(title, lambda p, name=name: name) for title, name in NUMBERS.items()]  # type: ignore[misc]
+    lines.append(line("*the best other method of each problem, by LDS*", rival))
+    ceilings = [p["ceiling"]["mean"] for p in found.values()]
+    random = [middle(p)[1]["random_flips"] for p in gone.values()]
+    lines.append(f"| *two sets of retrainings; random rows* | {among(ceilings, '.2f')} | | 0 | "
+                 f"{among(random, '.0%')} |")  # fmt: skip
+    names = "; ".join(TITLES[p] for p in found)
+    flipped = [k for k, p in gone.items() if middle(p)[1]["random_flips"] is not None]
+    labels = "" if len(flipped) == len(found) else (
+        " Labels only of: " + "; ".join(TITLES[p] for p in flipped) + "."
+    )  # fmt: skip
+    return "\n".join([*lines, "", f"Lowest and highest of: {names}.{labels}"])
+
+
+def projected(place: str) -> str:
+    """What answers lose by projections: LDS, and the agreement with the exact scores."""
+    path = RESULTS / f"projected-{place}.json"
+    if not path.exists():
+        return "*Not measured yet: `python -m benchmarks.lds.projected` fills this table.*"
+    known = json.loads(path.read_text())["problems"]
+    found = {k: known[k] for k in TITLES if k in known}
+    lines = ["| | " + " | ".join(TITLES[p] for p in found) + " |", "|---" * (len(found) + 1) + "|"]
+    for name in next(iter(found.values()))["found"]:
         cells = []
         for p in found.values():
-            rise, drop = p["brittleness"]["rise"].get(m), p["tail_patch"]["drop"].get(m)
-            cells.append("" if rise is None else f"+{rise:.3f}, −{drop:.4f}".replace("+-", "−"))
-        lines.append(f"| {m} | " + " | ".join(cells) + " |")
-    random = [f"0, −{p['tail_patch']['random']:.4f}".replace("−-", "+") for p in found.values()]
-    lines.append("| random rows | " + " | ".join(random) + " |")
-    sizes = {(p["brittleness"]["k"], p["brittleness"]["queries"]) for p in found.values()}
-    about = "; ".join(f"{k} rows removed for each of {q} queries" for k, q in sorted(sizes))
-    return "\n".join([*lines, "", f"{about}; tail patch: one step on the top 10."])
+            own, exact = p["found"].get(name, {}), p["found"]["exact"]
+            parts = [f"{own['lds']:.2f} ({own['lds'] / exact['lds']:.0%})"] if "lds" in own else []
+            parts += [f"{own['same']:.2f}"] if "same" in own else []
+            cells.append(", ".join(parts))
+        way, _, k = name.partition(", ")
+        shown = {"whole": "R g and R (F + λ)⁻¹ v", "half": "(F + λ)^-½ on both sides"}
+        title = f"{shown[way]}, {int(k):,} numbers" if k else "exact"
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    known_slopes = [p["found"]["exact"].get("slope") for p in found.values()]
+    slopes = " | ".join("" if x is None else f"{x:.2f}" for x in known_slopes)
+    lines.append(f"| *real change of the loss where the exact scores say 1* | {slopes} |")
+    sizes = ", ".join(f"{p['parameters']:,}" for p in found.values())
+    return "\n".join([*lines, "", f"Models of {sizes} parameters; means over two runs."])
 
 
 def conditions(found: dict[str, Any]) -> list[str]:
@@ -131,4 +260,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"lds-{place}": lambda place=place: quality(place) for place in ("cpu", "h200")},  # type: ignore
     **{f"lds-{place}-cost": lambda place=place: cost(place) for place in ("cpu", "h200")},  # type: ignore
     "lds-removal": lambda: removal("cpu"),
+    "which-number": lambda: numbers("cpu"),
+    "lds-projected": lambda: projected("cpu"),
+    "lds-flips": lambda: flips("cpu"),
 }

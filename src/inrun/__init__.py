@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from inrun.asking.ask import ask
+    from inrun.asking.stored import open_answers
     from inrun.errors import BatchError, CaptureError, ValidationError
     from inrun.exact.check import Check
     from inrun.gradients import register_op
@@ -41,6 +42,7 @@ _PLACES = {
     "carry_ids": "ids",
     "halves": "validation.steady",
     "log": "run.logging",
+    "open_answers": "asking.stored",
     "register_function": "capture.mode",
     "register_layout": "tensors.follow",
     "register_op": "gradients",
@@ -103,6 +105,7 @@ __all__ = [
     "integrations",
     "log",
     "open",
+    "open_answers",
     "packing",
     "register_function",
     "register_layout",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -15,9 +16,12 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from benchmarks.lds import gradients, inside, measures, ours, removal, retrain, truth
-from benchmarks.lds.__main__ import measured, merged
+from benchmarks.lds import projected as projection
+from benchmarks.lds.__main__ import measured
 from benchmarks.lds.curvature import Curvature, Factors, ekfac
 from benchmarks.lds.problems import Problem, problem
+from benchmarks.lds.without import main as without
+from benchmarks.lds.without import merged
 
 CPU = torch.device("cpu")
 
@@ -135,8 +139,11 @@ def test_top_rows_are_removed(small: Problem) -> None:
     training = gradients.train(small, 0, ours.CHECKPOINTS)
     found = removal.tail_patch(small, training, {"first": credit}, 2)
     assert found["drop"].keys() == {"first"}
-    rises = removal.brittleness(small, {"first": credit}, 2, queries=3, seeds=1)
-    assert rises["rise"].keys() == {"first"} and rises["queries"] == 3
+    asked = {"first": credit, "none": torch.zeros(12, 4)}
+    found = removal.brittleness(small, asked, [2, 11], queries=3, seeds=2)
+    assert found["sizes"].keys() == {"2", "11"} and found["queries"] == 3
+    assert found["sizes"]["2"]["rise"].keys() == {"first", "none"}
+    assert found["sizes"]["2"]["flips"] == {"first": None, "none": None}  # it has no labels
 
 
 def test_results_of_single_methods_are_added() -> None:
@@ -150,7 +157,7 @@ def test_a_problem_at_small_size(tmp_path: Path) -> None:
     given = problem("digits-mlp-noisy", CPU, None, 0.05)
     args = Namespace(
         seconds=None, subsets=5, repeats=2, cache=tmp_path, together=5, runs=1, draws=5,
-        removals=0, methods="secant,ekfac_at_end,trak", no_rivals=True,
+        methods="secant,ekfac_at_end,trak", no_rivals=True,
     )  # fmt: skip
     first, *_, result = measured(given, args)
     assert first["repeats"] == 2  # known before any credit is
@@ -169,6 +176,49 @@ def test_sums_over_visits_are_the_values_of_the_run(small: Problem) -> None:
     plain = gradients.train(small, 0)
     for k, w in model.named_parameters():  # fast: the same up to rounding
         torch.testing.assert_close(w.detach(), ours.end(plain)[k], rtol=1e-9, atol=1e-12)
+
+
+def test_labels_flip_where_the_rows_that_made_them_are_gone(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    out = tmp_path / "removal.json"
+    small = ["digits-mlp", "--scale", "0.1", "--queries", "3", "--seeds", "1", "--no-rivals"]
+    for method in ("graddot", "trak"):
+        without([*small, "--methods", method, "--out", str(out)])
+    found = json.loads(out.read_text())["problems"]["digits-mlp"]
+    assert not found["failed"] and found["brittleness"]["sizes"].keys() == {"2", "5", "20"}
+    for size in found["brittleness"]["sizes"].values():
+        assert size["flips"].keys() == {"our GradDot", "our TRAK, exact features"}
+        assert 0 <= size["random_flips"] <= 1
+    given = problem("digits-mlp", CPU, None, 0.1)
+    own = given.train[1][:, None] == given.queries[1][None]  # all rows of a query's own label
+    k = int(own.sum(0).max())
+    whole = removal.removed(given, torch.empty(len(own.T), 0, dtype=torch.long), 3, 1)
+    gone = removal.removed(given, own.double().topk(k, dim=0).indices.T, 3, 1)
+    right = (whole.labels == given.queries[1][:3]).double().mean()
+    assert right > 0.5 and removal.flips(gone, whole) >= right  # nothing is left to say that label
+
+
+def test_projections_are_of_the_scores_that_ask_gives(small: Problem) -> None:
+    found = inside.ask(small, 0, gradients.train(small, 0))["inrun ask"].values
+    for x, y in projection.pairs(small, 0).values():
+        torch.testing.assert_close((x @ y.T).double() / 12, found, rtol=1e-5, atol=1e-9)
+        assert projection.slope(x.new_tensor([[1.0], [3.0]]), x.new_tensor([[5.0], [6.0]])) == 0.5
+        near = projection.projected(x, y, 1 << 15, 0)
+        assert float((near - x @ y.T).norm() / (x @ y.T).norm()) < 0.1
+
+
+def test_projections_are_measured_with_and_without_retraining(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    out = tmp_path / "projected.json"
+    for subsets in ("4", "0"):
+        projection.main([
+            "digits-mlp", "--scale", "0.05", "--subsets", subsets, "--repeats", "1",
+            "--sizes", "64", "--out", str(out),
+        ])  # fmt: skip
+        found = json.loads(out.read_text())["problems"]["digits-mlp"]["found"]
+        assert found.keys() == {"exact", "whole, 64", "half, 64"}
+        assert all(("lds" in cell) == (subsets == "4") for cell in found.values())
+        assert found["exact"]["same"] == pytest.approx(1) and found["half, 64"]["same"] < 1
 
 
 def test_unknown_problems_are_refused() -> None:

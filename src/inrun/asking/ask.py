@@ -4,14 +4,14 @@
    curvature that the run has saved (curvature/);
 2. one pass over the training data: per-example gradients are captured as in training and
    contracted with the directions of all questions at once; nothing is projected;
-3. score_i = ⟨u, ∇ℓ_i⟩ / N with N examples: by how much the question's loss would rise, in its own
-   unit, had example i not been among them. Positive: it taught the model this.
+3. score_i = ⟨u, ∇ℓ_i⟩ / N with N examples: by how much the question's loss would rise, to first
+   order, had example i not been among them. Positive: it taught the model this.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from inrun.asking.parts import Parts, Scored, positions
+from inrun.asking.parts import CLOSE, Parts, Scored, answers_to
+from inrun.asking.positions import first_of, positions, save, those_with
 from inrun.capture.capture import Capture
 from inrun.capture.micro_batch import MicroBatch
 from inrun.curvature import saved
@@ -28,6 +29,8 @@ from inrun.curvature.curvature import Curvature
 from inrun.errors import CaptureError
 from inrun.gradients.records import wide, wide_type
 from inrun.ledger.saved import SavedRun, open_run
+from inrun.ranks.shards import is_sharded
+from inrun.ranks.world import ALONE, World, unwrapped
 from inrun.run.bookkeeping import as_ids, as_owner
 from inrun.scoring.contraction import contract
 from inrun.scoring.estimators import DAMPING
@@ -55,55 +58,130 @@ def ask(
     examples: int | None = None,
     batch_dim: int = 0,
     memory_limit: int = MEMORY,
+    process_group: Any = None,
 ) -> pd.DataFrame:
     """Which training examples taught the model the answers to these questions?
 
     Args:
-        model: the trained model. It is evaluated (no dropout) and left as it was.
+        model: the trained model. It is evaluated (no dropout) and left as it was. In
+            DistributedDataParallel, every rank asks the same questions of its share of the data.
         data: the training data, pairs ``(ids, batch)`` with one id per example, or triples
             ``(ids, batch, owner)`` for packed rows, as in ``run.batch(ids, owner)``. One pass.
-        queries: a batch for each question, by name; its loss is what examples are scored by. A
-            batch of one row is one question.
+        queries: a batch for each question, by name (its own words, say); its loss is what examples
+            are scored by. A batch of one row is one question.
         run: the run with ``estimator="influence"`` that trained the model: the live one, or the
             folder of its ledger.
         loss: ``loss(model, batch) -> scalar``, for questions and training data alike: the mean
             over the examples of the batch. By default ``model(**batch).loss``. Put autocast into
             it, if the model was trained in half precision.
         damping: a of λ = a/τ.
-        out: a folder for the scores, written as the pass goes on. Called again after an
+        out: a folder for the answers, written as the pass goes on. Called again after an
             interruption, with the same arguments and data in the same order, it goes on there.
-        tokens: score single positions instead, as ``run.batch(ids, tokens=True)`` does, for a few
-            examples: those that were found. Returns id, position, what the model received there
-            if that was an integer, and a column for each question. Needs ``examples``.
+            ``inrun.open_answers``, ``inrun ask`` and ``inrun report`` read it.
+        tokens: score single positions instead, as ``run.batch(ids, tokens=True)`` does, for the
+            examples that were found. Returns id, position, what the model received there if that
+            was an integer, and a column for each question. With ``out``, which must hold the
+            answers: of the ten examples that each question names first, kept there; batches
+            without them are passed over. Without ``out``: of all data that are passed, and
+            ``examples`` is needed.
         examples: how many the model was trained on, if ``data`` is a part of them.
         batch_dim: the dimension of the examples in the model's inputs.
         memory_limit: bytes that the directions may take; more is refused.
+        process_group: of ranks that train together without DistributedDataParallel.
 
     Returns:
         A row for each id, in the order of the data: id, and a column for each question: by how much
-        its loss would rise without the example, in the first order.
+        its loss would rise without the example, to first order. Retraining moves the loss less
+        (docs/lds.md): trust the order more than the size. On every rank the same, of the data of
+        all ranks.
     """
-    model = uncompiled(model)
-    curvature, name = _curvature(run)
-    params = _parameters(model, curvature)
-    _refuse(queries, params, tokens, examples, out, memory_limit)
-    asked = Validator(model, {k: [b] for k, b in queries.items()}, loss, 1, None, 0, batch_dim)
-    asked.draw()
+    world = _world(model, process_group)
+    model = unwrapped(model)
+    curvature, name = world.together(lambda: _curvature(run))
+    params = world.together(lambda: _parameters(model, curvature))
+    world.together(lambda: _refuse(queries, params, tokens, examples, out, memory_limit))
+    folder = None if out is None else Path(out)
+    asked = world.together(lambda: _asked(model, queries, loss, batch_dim))
     try:
         with torch.no_grad(), asked.evaluating():
-            u, losses = _directions(asked, params, curvature, damping)
-            parts = Parts(
-                None if out is None else Path(out), list(queries), losses,
-                {"run": name, "step": curvature.step, "damping": damping},
-            )  # fmt: skip
-            found = _scored(model, data, params, u, asked, batch_dim, parts, tokens)
+            u, losses = world.together(lambda: _directions(asked, params, curvature, damping))
+            _agree(world, list(queries), losses)
+            about = {"run": name, "step": curvature.step, "damping": damping}
             if tokens:
-                return positions(found, list(queries), examples or 0)
-            for batch in found:
-                parts.add(batch.ids, batch.scores)
-            return parts.table(examples)
+                return _tokens(
+                    model, data, params, u, asked, batch_dim, folder, about, examples, world
+                )
+            kind = np.float64 if any(x.v.dtype == torch.float64 for x in u.values()) else np.float32
+            parts = world.together(lambda: Parts(folder, list(queries), losses, about, kind, world))
+            try:
+                world.together(lambda: _pass(model, data, params, u, asked, batch_dim, parts))
+                return parts.table(examples)
+            finally:
+                parts.close()
     finally:
         asked.close()
+
+
+def _asked(
+    model: nn.Module, queries: Mapping[str, Any], loss: Loss | None, batch_dim: int
+) -> Validator:
+    """The questions as targets of a validation pass."""
+    asked = Validator(model, {k: [b] for k, b in queries.items()}, loss, 1, None, 0, batch_dim)
+    asked.draw()
+    return asked
+
+
+def _world(model: nn.Module, process_group: Any) -> World:
+    """The ranks that ask together. A plain model in one of several processes asks alone: its
+    wrapper, if there is one, is not looked for."""
+    if any(map(is_sharded, model.parameters())):
+        raise ValueError(
+            "ask with a model under fully_shard: its parameters are spread over ranks. Gather them "
+            "into a plain copy of the model (get_model_state_dict with full_state_dict=True, in "
+            "torch.distributed.checkpoint.state_dict) and ask that: on one rank, or, wrapped in "
+            "DistributedDataParallel, on all of them with a share of the data each"
+        )
+    wrapped = unwrapped(model) is not uncompiled(model)
+    return World.of(model, process_group) if wrapped or process_group is not None else ALONE
+
+
+def _agree(world: World, names: list[str], losses: list[float]) -> None:
+    """Refuse ranks that ask different questions, or different models."""
+    for rank, (other, found) in enumerate(world.gather((names, losses))):
+        if other != names or not np.allclose(found, losses, rtol=CLOSE, atol=0):
+            raise ValueError(
+                f"rank {rank} asks other questions than rank {world.rank}, or another model: every "
+                "rank must ask the same, of its own share of the data"
+            )
+
+
+def _pass(
+    model: nn.Module, data: Iterable[Any], params: Mapping[str, Tensor], u: dict[str, Direction],
+    asked: Validator, batch_dim: int, parts: Parts,
+) -> None:  # fmt: skip
+    for batch in _scored(model, data, params, u, asked, batch_dim, parts.has, False):
+        parts.add(batch.ids, batch.scores)
+    parts.end()
+
+
+def _tokens(
+    model: nn.Module, data: Iterable[Any], params: Mapping[str, Tensor], u: dict[str, Direction],
+    asked: Validator, batch_dim: int, folder: Path | None, about: Mapping[str, Any],
+    examples: int | None, world: World,
+) -> pd.DataFrame:  # fmt: skip
+    """Scores of positions: of all data, or of the examples that the folder's answers name first."""
+    names, wanted = [t.name for t in asked.targets], None
+    if folder is not None:
+        answers = world.together(lambda: answers_to(folder, names, about))
+        examples, wanted = answers.examples, first_of(answers)
+        data = those_with(data, wanted)
+    found = _scored(model, data, params, u, asked, batch_dim, lambda ids: False, True)
+    table = positions(found, names, examples or 0, world, wanted)
+    if folder is not None:
+        world.together(
+            lambda: save(table, names, examples or 0, folder) if world.rank == 0 else None
+        )
+    return table
 
 
 def _refuse(
@@ -111,10 +189,18 @@ def _refuse(
     out: Any, memory_limit: int,
 ) -> None:  # fmt: skip
     """Refuse questions that cannot be answered, before the pass begins."""
-    if tokens and (examples is None or out is not None):
-        raise ValueError("tokens=True is for a few examples: pass examples=N, and no out")
+    if tokens and examples is None and out is None:
+        raise ValueError(
+            "tokens=True is for a few examples: pass out=, a folder that holds the answers to "
+            "these questions, or only the examples you mean, and examples=N: of how many"
+        )
+    if examples is not None and examples < 1:
+        raise ValueError(f"examples={examples}: how many the model was trained on, at least 1")
     if not queries:
         raise ValueError("ask needs at least one question: queries={'a name': batch}")
+    for name in queries:
+        if not isinstance(name, str) or name in ("id", "position", "input"):
+            raise ValueError(f"{name!r} cannot name a question: use other words")
     size = len(queries) * sum(p.numel() for p in params.values()) * 4
     if size > memory_limit:
         raise ValueError(
@@ -135,7 +221,8 @@ def _curvature(run: Any) -> tuple[Curvature, str]:
             "ask needs a run whose curvature is known: watch(..., estimator='influence') or "
             "estimator=['secant', 'influence'], after some steps"
         )
-    return found, "live"
+    info = getattr(getattr(run, "_ledger", None), "info", None) or {}
+    return found, str(info.get("run", "live"))
 
 
 def _parameters(model: nn.Module, curvature: Curvature) -> dict[str, Tensor]:
@@ -185,7 +272,7 @@ def _directions(
 
 def _scored(
     model: nn.Module, data: Iterable[Any], params: Mapping[str, Tensor], u: dict[str, Direction],
-    asked: Validator, batch_dim: int, parts: Parts, tokens: bool,
+    asked: Validator, batch_dim: int, has: Callable[[np.ndarray], bool], tokens: bool,
 ) -> Iterator[Scored]:  # fmt: skip
     """⟨u_q, B g_i⟩ of every batch that has no scores yet, by example or position."""
     capture = Capture(model, params, batch_dim=batch_dim, probe=True, directions=len(asked.targets))
@@ -194,7 +281,7 @@ def _scored(
     try:
         for number, (given, batch, owner) in enumerate(map(_triple, data)):
             ids, kind = as_ids(given, kind)
-            if parts.has(ids):
+            if has(ids):
                 continue
             batch = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
             owner = as_owner(owner, len(ids))

@@ -1,12 +1,11 @@
-"""The scores of a pass over the training data: in memory, or in a folder, to go on from there.
-
-A folder has asked.json, what was asked, and parts of the pass, part-00000.parquet and so on: id,
-and a column q0, q1, … of ⟨u, ∇ℓ_i⟩ for each question. A part is complete or not there.
-"""
+"""The scores of a pass over the training data, as they come: in memory, or in a folder
+(stored.py), to go on from there. Several ranks have a folder each and read as one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,28 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 from torch import Tensor
 
+from inrun.asking.stored import (
+    ABOUT,
+    DONE,
+    FORMAT,
+    Answers,
+    open_answers,
+    part_file,
+    read_about,
+    read_part,
+    summed,
+)
 from inrun.ledger import LedgerError, files
+from inrun.ledger.lock import WriterLock
+from inrun.ledger.ranks import rank_folder
+from inrun.ranks.world import ALONE, World
 
-ROWS = 1 << 16  # of a part
-ABOUT = "asked.json"
-FORMAT = "inrun-asked"
+ROWS = 1 << 16  # of a part,
+SECONDS = 60.0  # or as many as came in this time
 CLOSE = 1e-3  # relative: losses of the same questions to the same model
+BEGUN = {".lock", ".writer", ".writer.tmp", ABOUT + ".tmp"}  # of ours, before there is anything
 
 
 @dataclass(frozen=True)
@@ -36,67 +48,55 @@ class Scored:
     inputs: Tensor | None = None
 
 
-def positions(found: Iterable[Scored], names: Sequence[str], examples: int) -> pd.DataFrame:
-    """A row for each position of the examples, in their order."""
-    frames = []
-    for batch in found:
-        assert batch.slots is not None
-        slots = batch.slots.cpu().numpy()
-        frame = pd.DataFrame(batch.scores / examples, columns=pd.Index(names))
-        inputs = None if batch.inputs is None else batch.inputs.flatten().cpu().numpy()
-        frame.insert(0, "input", pd.NA if inputs is None else inputs)
-        order = np.argsort(slots, kind="stable")
-        order = order[slots[order] >= 0]
-        frame, owner = frame.iloc[order].reset_index(drop=True), slots[order]
-        frame.insert(0, "position", frame.groupby(owner).cumcount())
-        frame.insert(0, "id", batch.ids[owner])
-        frames.append(frame)
-    if not frames:
-        raise ValueError("the training data is empty: there is nobody to score")
-    return pd.concat(frames, ignore_index=True)
-
-
 class Parts:
     """Scores by batch. ``has`` says whether those of the next batch are there already."""
 
     def __init__(
         self, folder: Path | None, names: Sequence[str], losses: Sequence[float],
-        about: Mapping[str, Any],
+        about: Mapping[str, Any], kind: type[np.floating[Any]] = np.float32, world: World = ALONE,
     ) -> None:  # fmt: skip
-        self.folder, self.names = folder, list(names)
+        self.names, self._kind, self._world = list(names), kind, world
+        self.folder = None if folder is None else rank_folder(folder, world.rank)
         self._done: list[pa.Table] = []
         self._waiting: list[pa.Table] = []
+        self._written: list[dict[str, Any]] = []  # rows and SHA-256 of each part
         self._known = np.empty(0, object)
         self._at = 0  # rows of the data that have passed
-        if folder is not None:
-            self._open(folder, {"format": FORMAT, **about, "questions": self.names}, losses)
+        self._since = time.monotonic()
+        self._lock: WriterLock | None = None
+        if self.folder is not None:
+            whole = {"format": FORMAT, **about, "ranks": world.size, "questions": self.names}
+            self._open(self.folder, whole, losses)
+
+    def close(self) -> None:
+        """Let others write to the folder."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def _open(self, folder: Path, about: dict[str, Any], losses: Sequence[float]) -> None:
-        file = folder / ABOUT
-        found = files.read_json(file) if folder.is_dir() else None
-        if found is None:
-            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if not (folder / ABOUT).exists():
+            if folder.exists() and (not folder.is_dir() or _others(folder)):
                 raise LedgerError(f"{folder} holds something else: choose a folder that is empty")
             folder.mkdir(parents=True, exist_ok=True)
-            files.write_json(file, files.signed(about | {"losses": list(losses)}))
+        self._lock = WriterLock(folder)
+        try:
+            self._read(folder, about, losses)
+        except BaseException:
+            self.close()
+            raise
+
+    def _read(self, folder: Path, about: dict[str, Any], losses: Sequence[float]) -> None:
+        """What is there already."""
+        found = read_about(folder)
+        if found is None:
+            files.write_json(folder / ABOUT, files.signed(about | {"losses": list(losses)}))
             return
-        if found.get(files.CHECK) != files.checksum(found):
-            raise LedgerError(f"{file} is damaged or was edited: choose another folder")
-        other = next((k for k, x in about.items() if found.get(k) != x), None)
-        before = found.get("losses", [])
-        if other is None and not np.allclose(before, losses, rtol=CLOSE, atol=0):
-            other = "losses"
-        if other is not None:
-            raise LedgerError(
-                f"{folder} holds the answers to something else: its {other} differ. Choose another "
-                "folder, or ask the same questions to the same model"
-            )
-        while (part := folder / f"part-{len(self._done):05d}.parquet").exists():
-            files.stay_inside(part, folder)
-            try:
-                self._done.append(pq.read_table(part, schema=None))
-            except (OSError, pa.ArrowException) as error:
-                raise LedgerError(f"{part} is damaged: delete it, and ask again") from error
+        _refuse_other(folder, found, about, losses)
+        while (part := part_file(folder, len(self._done))).exists():
+            self._done.append(read_part(part, len(self.names)))
+            row = {"rows": self._done[-1].num_rows, "sha256": files.sha256_of(part)}
+            self._written.append(row)
         if self._done:
             self._known = np.concatenate([t["id"].to_numpy() for t in self._done])
 
@@ -115,36 +115,93 @@ class Parts:
 
     def add(self, ids: np.ndarray, scores: np.ndarray) -> None:
         """The scores [B, Q] of a batch."""
-        columns = {
-            f"q{q}": pa.array(scores[:, q].astype(np.float32)) for q in range(len(self.names))
-        }
+        columns = scores_of(scores.astype(self._kind))
         self._waiting.append(pa.table({"id": pa.array(ids.tolist())} | columns))
-        if sum(t.num_rows for t in self._waiting) >= ROWS:
+        full = sum(t.num_rows for t in self._waiting) >= ROWS
+        if full or time.monotonic() - self._since >= SECONDS:
             self._flush()
 
     def _flush(self) -> None:
+        self._since = time.monotonic()
         if not self._waiting:
             return
         table = pa.concat_tables(self._waiting)
         if self.folder is not None:
             with files.disk(self.folder, "the pass can go on from what is there"):
-                files.write_parquet(self.folder / f"part-{len(self._done):05d}.parquet", [table])
+                part = part_file(self.folder, len(self._done))
+                written = files.write_parquet(part, [table])
+            self._written.append({"rows": written.rows, "sha256": written.sha256})
         self._done.append(table)
         self._waiting = []
 
-    def table(self, examples: int | None = None) -> pd.DataFrame:
-        """All scores divided by the number of examples, by default the rows of the data; an id
-        that came more than once has the sum."""
+    def end(self) -> None:
+        """All data have passed."""
         if self._at < len(self._known):
             raise LedgerError(
                 f"{self.folder} holds the scores of {len(self._known)} rows, and the data has only "
                 f"{self._at}: pass the same data, or choose another folder"
             )
         self._flush()
-        if not self._done:
+
+    def table(self, examples: int | None = None) -> pd.DataFrame:
+        """All scores divided by the number of examples, by default the rows of the data. Every rank
+        has those of all ranks."""
+        each = self._world.gather((self._done, self._at))
+        rows = sum(n for _, n in each)
+        if not rows:
             raise ValueError("the training data is empty: there is nobody to score")
-        raw = pa.concat_tables(self._done).to_pandas()
-        total = raw.groupby("id", sort=False, as_index=False).sum()
-        scores = total.drop(columns="id").astype(float) / (examples or len(raw))
-        scores.columns = pd.Index(self.names)
-        return pd.concat([total[["id"]], scores], axis=1)
+        if self.folder is not None:
+            done = {"examples": examples or rows, "parts": self._written}
+            with files.disk(self.folder, "all parts are there: ask again"):
+                files.write_json(self.folder / DONE, files.signed(done))
+        tables = [tables for tables, _ in each]
+        _tell_repeated(tables)
+        return summed([t for own in tables for t in own], self.names, examples or rows)
+
+
+def answers_to(folder: Path, names: Sequence[str], about: Mapping[str, Any]) -> Answers:
+    """The answers in a folder, which must be those to these questions."""
+    found = open_answers(folder)
+    _refuse_other(folder, read_about(folder) or {}, {**about, "questions": list(names)})
+    return found
+
+
+def _refuse_other(
+    folder: Path, found: Mapping[str, Any], about: Mapping[str, Any],
+    losses: Sequence[float] | None = None,
+) -> None:  # fmt: skip
+    """Refuse a folder that holds the answers to something else."""
+    other = next((k for k, x in about.items() if found.get(k) != x), None)
+    if other is None and losses is not None:
+        same = np.allclose(found["losses"], losses, rtol=CLOSE, atol=0)
+        other = None if same else "losses"
+    if other is not None:
+        raise LedgerError(
+            f"{folder} holds the answers to something else: its {other} differ. Choose another "
+            "folder, or ask the same questions to the same model"
+        )
+
+
+def scores_of(scores: np.ndarray) -> dict[str, pa.Array]:
+    """The columns q0, q1, … of scores [rows, Q]."""
+    return {f"q{q}": pa.array(scores[:, q]) for q in range(scores.shape[1])}
+
+
+def _others(folder: Path) -> bool:
+    """Is there anything in the folder that is not ours? Folders of other ranks are."""
+    return any(f.name not in BEGUN and not f.name.startswith("rank-") for f in folder.iterdir())
+
+
+def _tell_repeated(tables: Sequence[Sequence[pa.Table]]) -> None:
+    """Warn of ids that several ranks have scored."""
+    if len(tables) < 2:
+        return
+    each = [np.unique(np.concatenate([t["id"].to_numpy() for t in own])) for own in tables if own]
+    ids, counts = np.unique(np.concatenate(each), return_counts=True)
+    if twice := int((counts > 1).sum()):
+        warnings.warn(
+            f"{twice} ids were scored by more than one rank, {ids[counts > 1][0]!r} for one: their "
+            "scores are added up. DistributedSampler repeats rows so that all ranks have as many: "
+            "give each rank its own share instead, range(rank, len(data), ranks)",
+            stacklevel=3,
+        )

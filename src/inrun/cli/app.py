@@ -14,6 +14,7 @@ from rich.text import Text
 from inrun import __version__
 from inrun import open as open_run
 from inrun.bench.command import bench
+from inrun.cli.asking import ask
 from inrun.cli.shared import Estimator, Examples, RunPath, Since, Until, grid, with_examples
 from inrun.cli.suspects import epochs, prune, suspects
 from inrun.console import Force, Json, console, plain_errors, safe, say
@@ -188,6 +189,9 @@ def report(
             "transformers, or bytes."
         ),
     ] = None,
+    answers: Annotated[
+        Path | None, typer.Option(help="Folder of `inrun ask`; RUN/answers by default.")
+    ] = None,
     force: Force = False,
     estimator: Estimator = None,
     as_json: Json = False,
@@ -197,8 +201,8 @@ def report(
     Self-contained: no network, opens from disk, can be mailed. With --examples it shows the text or
     image, label and group of each id. Steps of run.batch(ids, tokens=True) show texts shaded by the
     value of each position, in the words of --tokenizer or of a column "tokens" of the examples
-    (a list of strings). An earlier report.html is replaced, any other file only with
-    --force.
+    (a list of strings). Answers of `inrun ask` come with it. An
+    earlier report.html is replaced, any other file only with --force.
     """
     from inrun.report import is_report, write_report
 
@@ -206,7 +210,7 @@ def report(
     ours = is_report if output is None else lambda path: False
     check_output(file, inputs=[examples], force=force, ours=ours)
     size = write_report(
-        open_run(run), file, examples, estimator, force or output is None, tokenizer
+        open_run(run), file, examples, estimator, force or output is None, tokenizer, answers
     )
     say(as_json, {"output": str(file), "bytes": size}, f"{safe(file)} ({size / 1e6:.1f} MB)")
 
@@ -239,6 +243,7 @@ def demo(
         typer.echo(json_text(result))
 
 
+app.command()(plain_errors(ask))
 app.command()(plain_errors(suspects))
 app.command()(plain_errors(prune))
 app.command()(plain_errors(epochs))

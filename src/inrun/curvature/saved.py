@@ -4,7 +4,6 @@ folder. Plain arrays and a JSON text; nothing in it is ever executed."""
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -17,6 +16,7 @@ from inrun.curvature.curvature import Curvature
 from inrun.curvature.layer import KEPT, Layer
 from inrun.curvature.places import Place
 from inrun.ledger import LedgerError, files
+from inrun.ledger.arrays import read_arrays
 
 FILE = "curvature.npz"
 
@@ -53,13 +53,13 @@ def read(folder: Path, run: str | None) -> Curvature:
             "closed nor checkpointed (run.close(), run.state_dict())"
         )
     try:
-        with file.open("rb") as source, np.load(source, allow_pickle=False) as arrays:
-            about = json.loads(arrays["about"].tobytes())
-            found = Curvature(step=int(about["step"]))
-            for i, entry in enumerate(about["layers"]):
-                own = {k: arrays[f"{i}.{k}"] for k in KEPT if f"{i}.{k}" in arrays.files}
-                found.add(_layer(entry, own))
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        arrays = read_arrays(file)
+        about = json.loads(arrays["about"].tobytes())
+        found = Curvature(step=int(about["step"]))
+        for i, entry in enumerate(about["layers"]):
+            own = {k: arrays[f"{i}.{k}"] for k in KEPT if f"{i}.{k}" in arrays}
+            found.add(_layer(entry, own))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         why = " ".join(str(error).split())
         raise LedgerError(f"{file} is damaged: {why}. Train again, or restore a copy") from error
     if run is not None and about.get("run") != run:
@@ -83,6 +83,8 @@ def _layer(entry: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Layer:
             continue
         if x is None or x.shape != size or x.dtype not in (np.float32, np.float64):
             raise ValueError(f"{key} of {str(entry['name'])!r:.80} has another size or type")
+        if not np.isfinite(x).all() or (not key.startswith("U") and (x < 0).any()):
+            raise ValueError(f"{key} of {str(entry['name'])!r:.80} has numbers that no run leaves")
         setattr(layer, key, torch.from_numpy(x))
     return layer
 

@@ -11,6 +11,7 @@ import pandas as pd
 
 from inrun.ledger.saved import SavedRun
 from inrun.ledger.signals import shown_names
+from inrun.report.answers import section
 from inrun.report.examples import load_examples, load_tokens
 from inrun.report.facts import cards, collect
 from inrun.report.tokens import Tokenizer, shaded
@@ -29,6 +30,7 @@ def payload(
     examples: str | Path | None = None,
     estimator: str | None = None,
     tokenizer: Tokenizer | None = None,
+    answers: Path | None = None,
 ) -> dict[str, Any]:
     """Everything the page needs, ready for JSON."""
     values, steps = saved.values(estimator), saved.steps(estimator)
@@ -67,6 +69,7 @@ def payload(
         "content": {str(where[int(i)]): c for i in shown if (c := _content(content, int(i)))},
         "histogram": _histogram(values["value"].dropna().to_numpy()),
         "audit": _audit(steps),
+        "answers": section(saved, answers, examples, tokenizer),
         "tokens": shaded(saved, estimator, tokenizer, partial(_tokens, examples)),
         "by": {name: t for name in ("group", "label") if (t := _by(values, name))},
         "heat": [h for name in ("group", "label") if (h := _heat(values, keys, name))],

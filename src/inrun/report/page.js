@@ -1,30 +1,9 @@
 // Puts the data of the report into the page.
 
-const data = JSON.parse(document.getElementById("data").textContent);
-const byId = (id) => document.getElementById(id);
-
-function theme() {
-  const button = byId("theme"), root = document.documentElement;
-  const system = matchMedia("(prefers-color-scheme: dark)");
-  const dark = () => (root.dataset.theme ? root.dataset.theme === "dark" : system.matches);
-  const label = () => { button.textContent = dark() ? "Light theme" : "Dark theme"; };
-  try { const kept = localStorage.getItem("inrun-theme"); if (kept) root.dataset.theme = kept; } catch { /* storage may be off */ }
-  button.addEventListener("click", () => {
-    root.dataset.theme = dark() ? "light" : "dark";
-    try { localStorage.setItem("inrun-theme", root.dataset.theme); } catch { /* storage may be off */ }
-    label();
-  });
-  system.addEventListener("change", label);
-  label();
-}
-
 function header() {
-  byId("title").textContent = data.title;
-  byId("about").textContent = data.about.filter(Boolean).join("  ·  ");
   for (const c of data.cards) {
     byId("cards").append(el("div", { class: "card" }, el("dt", null, c.name), el("dd", { class: "number" }, minus(c.value)), el("dd", { class: "note" }, minus(c.note))));
   }
-  byId("footer").textContent = "Made by inrun. This file holds everything it shows and loads nothing.";
 }
 
 function overview() {
@@ -143,11 +122,12 @@ function heat(h) {
       el("thead", null, el("tr", null, el("td"), ...h.columns.map((c) => el("th", { scope: "col", title: c }, el("bdi", null, c))))), body))));
 }
 
-theme();
+shell();
 header();
 overview();
 audit();
 epochs();
 examples();
 tokens();
+answers();
 groups();

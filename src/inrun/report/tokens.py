@@ -55,14 +55,11 @@ def shaded(
     known = strings([text.id for text in found])
     shown = []
     for text in found:
-        pieces = _pieces(text, known.get(text.id), decode)
         shown.append({
             "id": text.id if isinstance(text.id, int) else str(text.id)[:200],
             "step": text.step,
             "value": float(f"{text.value:.5g}"),
-            "pieces": [[s[:PIECE], float(f"{v:.4g}"), t] for s, v, t in pieces[:LONGEST]],
-            "length": len(pieces) if len(pieces) > LONGEST else 0,
-        })  # fmt: skip
+        } | shortened(pieces(text, known.get(text.id), decode)))  # fmt: skip
     words = all(text.id in known or (decode and text.inputs) for text in found)
     return {"texts": shown, "count": count, "words": bool(words)}
 
@@ -86,7 +83,15 @@ def _extremes(saved: SavedRun, estimator: str | None) -> tuple[list[Text], int]:
     return kept, count
 
 
-def _pieces(
+def shortened(found: list[tuple[str, float, int]]) -> dict[str, Any]:
+    """Pieces of a text, ready for JSON; ``length``: how many there are, if some are cut."""
+    return {
+        "pieces": [[s[:PIECE], float(f"{v:.4g}"), t] for s, v, t in found[:LONGEST]],
+        "length": len(found) if len(found) > LONGEST else 0,
+    }
+
+
+def pieces(
     text: Text, strings: Sequence[str] | None, decode: Decode | None
 ) -> list[tuple[str, float, int]]:
     """A string, its value and its position; several positions may make one character."""
