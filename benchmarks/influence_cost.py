@@ -1,11 +1,12 @@
 """What ``estimator="influence"`` costs beside the secant: GPT-2 small on a GPU, compiled and eager.
 
-    python benchmarks/influence_cost.py [--seconds 200] [--out FILE.json]
+    python benchmarks/influence_cost.py [--seconds 200] [--model gpt-6x256] [--out FILE.json]
 
-Three trainings of the same model and batch take turns: plain, with the secant, with both. Steps in
-which eigenbases are renewed are timed apart, and their cost is spread over a run of ``--run`` steps
-by counting the renewals that the schedule has in so many. Every part has a limit of time, and the
-file is written after each, so that a slow machine still gives a part of the result.
+Three trainings of the same model and batch, one after the other: plain, with the secant, with both.
+Steps that the curvature observes and the others are timed apart, without renewals of eigenbases,
+and put together for a run of ``--run`` steps by its schedule of observations and renewals. Every
+part has a limit of time, and the file is written after each, so that a slow machine still gives a
+part of the result.
 """
 
 from __future__ import annotations
@@ -33,9 +34,8 @@ from costs import GPT2, short_name
 from inrun.bench import Options, machine
 from inrun.bench.models import Problem, make_problem
 from inrun.bench.trainers import Trainer, Watched, make_optimizer
-from inrun.curvature.curvature import EVERY, FIRST, Curvature
-from inrun.curvature.layer import FIRST as BEFORE
-from inrun.curvature.layer import GROWTH, Layer
+from inrun.curvature.curvature import Curvature, Sampling
+from inrun.curvature.layer import FIRST, GROWTH, Layer
 
 BOTH = ["secant", "influence"]
 TINY = {"model": "gpt-2x64", "batch": 4, "length": 32}
@@ -100,19 +100,25 @@ def trainer(problem: Problem, kind: str, mode: str) -> Trainer:
     return Watched(problem, model, optimizer, compiled, estimator=estimator, training="fast")
 
 
-def timed(step: Any, n: int, device: torch.device, renewals: Renewals) -> dict[str, list[float]]:
-    """Milliseconds of n steps, each waited for: those without a renewal, and those with one less
-    the renewal."""
-    found: dict[str, list[float]] = {"steps": [], "with_renewal": []}
+def timed(own: Trainer, n: int, renewals: Renewals) -> dict[str, list[float]]:
+    """Milliseconds of n steps, each waited for, less the renewals in them: those that the curvature
+    observed, and the others."""
+    device = own.problem.device
+    found: dict[str, list[float]] = {"observed": [], "others": []}
     for _ in range(n):
-        count, spent = renewals.count, renewals.seconds
+        seen, spent = observations(own), renewals.seconds
         wait(device)
         begun = time.perf_counter()
-        step()
+        own.step()
         wait(device)
         ms = 1e3 * (time.perf_counter() - begun - (renewals.seconds - spent))
-        found["steps" if renewals.count == count else "with_renewal"].append(ms)
+        found["others" if observations(own) == seen else "observed"].append(ms)
     return found
+
+
+def observations(own: Trainer) -> int:
+    curvature = own.run.curvature if isinstance(own, Watched) else None
+    return 0 if curvature is None else curvature.seen
 
 
 def measured(problem: Problem, kind: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -131,16 +137,19 @@ def measured(problem: Problem, kind: str, mode: str, args: argparse.Namespace) -
             result["first_seconds"] = time.perf_counter() - begun
             result["renewals_seconds"] = renewals.seconds
             result["renewed_sides"] = renewals.count
-            found = timed(own.step, args.steps, device, renewals)
-        each = [*found["steps"], *found["with_renewal"]]
-        result |= {"ms": statistics.mean(each), "median_ms": statistics.median(each),
-                   "least_ms": min(each), "most_ms": max(each), "timed": len(each)}  # fmt: skip
+            found = timed(own, args.steps, renewals)
+        each = found["others"] or found["observed"]
+        result |= {"ms": statistics.median(each), "least_ms": min(each), "most_ms": max(each),
+                   "timed": len(each), "timed_observed": len(found["observed"])}  # fmt: skip
+        if found["observed"]:
+            result["observed_ms"] = statistics.median(found["observed"])
         if device.type == "cuda":
             result["peak_bytes"] = torch.cuda.max_memory_allocated()
         if isinstance(own, Watched):
             result["remark"] = own.remark()
         if kind == "both" and isinstance(own, Watched):
             result |= curvature_of(own, args.run)
+            result["run_ms"] = run_ms(result)
         result["done"] = True
     finally:
         own.close()
@@ -160,31 +169,41 @@ def curvature_of(own: Watched, steps: int) -> dict[str, Any]:
             layer.renew()
     wait(device)
     one = time.perf_counter() - begun
-    times = renewals_in(steps, device.type)
+    seen = observed_in(steps, sum(p.numel() for p in own.run.params.values()), device.type)
     return {
         "curvature_bytes": sum(x.nbytes for x in tensors), "renewal_seconds": one,
-        "run_steps": steps, "renewals_in_run": times,
-        "renewal_ms_per_step": 1e3 * one * times / steps,
+        "run_steps": steps, "observed_in_run": seen, "renewals_in_run": renewals_in(seen),
     }  # fmt: skip
 
 
-def renewals_in(steps: int, kind: str) -> int:
-    """How often the bases of a large layer are renewed in so many steps."""
-    seen = steps if steps < FIRST else FIRST + (steps - FIRST) // EVERY[kind]
-    count, at = 0, BEFORE
+def observed_in(steps: int, numbers: int, kind: str) -> int:
+    how = Sampling.of(numbers, kind)
+    return steps if steps < how.first else how.first + (steps - how.first) // how.every
+
+
+def renewals_in(seen: int) -> int:
+    """How often the bases of a large layer are renewed in so many observations."""
+    count, at = 0, FIRST
     while at <= seen:
         count, at = count + 1, max(at + 1, int(at * GROWTH[True]))
     return count
 
 
+def run_ms(both: dict[str, Any]) -> float:
+    """Milliseconds of a step of the whole run, on average."""
+    steps, seen = both["run_steps"], both["observed_in_run"]
+    plain, observed = both["ms"], both.get("observed_ms", both["ms"])
+    renewals = 1e3 * both["renewal_seconds"] * both["renewals_in_run"]
+    return (plain * (steps - seen) + observed * seen + renewals) / steps
+
+
 def summary(parts: dict[str, Any]) -> dict[str, float]:
-    """Shares of plain training's speed; renewals spread over the run."""
+    """Shares of plain training's speed, over the whole run."""
     plain, found = parts.get("plain", {}).get("ms"), {}
     for kind in ("secant", "both"):
         own = parts.get(kind, {})
         if plain and own.get("ms"):
-            whole = own["ms"] + own.get("renewal_ms_per_step", 0.0)
-            found[f"{kind}_of_plain"] = plain / whole
+            found[f"{kind}_of_plain"] = plain / own.get("run_ms", own["ms"])
     return found
 
 
@@ -196,15 +215,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24, help="timed steps")
     parser.add_argument("--run", type=int, default=10_000, help="steps that renewals are spread on")
     parser.add_argument("--tiny", action="store_true", help="a try on a CPU")
+    parser.add_argument("--model", help="another size, as inrun bench names it: gpt-6x256")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = f"influence-cost-{short_name(device)}.json"
     out = args.out or ROOT / "benchmarks" / "results" / name
-    problem = make_problem(Options.of(device=device, **(TINY if args.tiny else GPT2)))
+    size: dict[str, Any] = TINY if args.tiny else GPT2
+    if args.model:
+        size = {"model": args.model, "batch": args.batch, "length": args.length}
+    problem = make_problem(Options.of(device=device, **size))
     data: dict[str, Any] = {
         "hardware": machine.hardware(torch.device(device)), "versions": machine.versions(),
-        "commit": machine.commit(), "tiny": args.tiny,
+        "commit": machine.commit(), "size": size,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "modes": {},
     }  # fmt: skip
     end = time.monotonic() + args.seconds

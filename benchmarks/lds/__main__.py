@@ -35,9 +35,9 @@ from inrun.bench.machine import commit, hardware, versions
 INSIDE: tuple[Method, ...] = (
     inside.secant, inside.carry, inside.influence, inside.ask,
 )  # fmt: skip
-# where a run takes long: the cheapest first, what nothing else needs last
+# where a run takes long: what the comparison is about first, what nothing else needs last
 ON_GPU: tuple[Method, ...] = (
-    inside.ask, ours.ekfac_at_end, ours.trak, inside.beside, ours.graddot, ours.tracin, inside.carry
+    inside.beside, ours.ekfac_at_end, inside.ask, ours.trak, ours.tracin, ours.graddot, inside.carry
 )  # fmt: skip
 OURS: tuple[Method, ...] = (ours.ekfac_at_end, ours.trak, ours.graddot, ours.tracin)
 ADDED = ("methods", "failed")  # what single methods add to

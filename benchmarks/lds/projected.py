@@ -37,15 +37,13 @@ SIZES = (512, 2048, 8192)
 RUNS = 2
 
 
-def half(layer: Layer, v: Tensor) -> Tensor:
-    """(F + λ)^-½ v in the eigenbasis, for each of v [Q, *W]."""
-    root = layer.divisor(DAMPING).sqrt()
-    if layer.matrix is None:
-        return v / root
-    x = v.reshape(len(v), *layer.matrix)
-    x = x if layer.U_S is None else layer.U_S.mT.to(x) @ x
-    x = x if layer.U_A is None else x @ layer.U_A.to(x)
-    return x / root
+def half(layer: Layer, v: list[Tensor]) -> Tensor:
+    """(F + λ)^-½ (κ ⊙ v) in the eigenbasis, of a weight and its bias [Q, *W]."""
+    return (layer.turned(v) / layer.divisor(DAMPING).sqrt()).flatten(1)
+
+
+def flattened(v: list[Tensor]) -> Tensor:
+    return torch.cat([x.flatten(1) for x in v], dim=1)
 
 
 def pairs(problem: Problem, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
@@ -54,13 +52,13 @@ def pairs(problem: Problem, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
     model, run, _ = inside.watched(problem, seed, ["influence"], {"validation": problem.queries})
     weights = weights_of(model)
     g, v = (all_rows(problem, model, weights, rows) for rows in (problem.train, problem.queries))
-    layers = run.curvature.layers
+    layers = run.curvature.layers.values()
 
-    def flat(rows: Weights, f: Callable[[Layer, Tensor], Tensor]) -> Tensor:
-        return torch.cat([f(layers[k], x).flatten(1) for k, x in rows.items()], dim=1)
+    def flat(rows: Weights, f: Callable[[Layer, list[Tensor]], Tensor]) -> Tensor:
+        return torch.cat([f(x, [rows[k] for k in x.place.names]) for x in layers], dim=1)
 
-    through = flat(v, lambda layer, x: layer.directions(x, DAMPING))
-    plain = flat(g, lambda layer, x: x), through
+    through = flat(v, lambda layer, x: flattened(layer.directions(x, DAMPING)))
+    plain = flat(g, lambda _, x: flattened(x)), through
     return {"whole": plain, "half": (flat(g, half), flat(v, half))}
 
 

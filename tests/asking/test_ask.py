@@ -55,26 +55,34 @@ def batches(data, n=3, names=int):
     return [([names(k) for k in range(i, min(i + n, N))], data[i : i + n]) for i in range(0, N, n)]
 
 
-def definition(run, model, data, queries, a=0.3):
+def definition(run, model, data, queries, a=0.1):
+    """A weight and its bias have one matrix, in the scale of κ."""
     model.eval()
+    params = dict(model.named_parameters())
     found = {}
     for name, query in queries.items():
         scores = torch.zeros(N, dtype=torch.float64)
-        for k, p in model.named_parameters():
-            layer = run.curvature.layers[k]
-            if layer.matrix is None:
-                F_ = torch.diag(layer.spectrum)
-            else:
-                assert layer.U_S is not None and layer.U_A is not None
+        for layer in run.curvature.layers.values():
+            own = [params[k] for k in layer.place.names]
+
+            def gradient(batch, own=own, layer=layer):
+                g = [x.flatten(1) if x.ndim > 2 else x for x in
+                     torch.autograd.grad(lm(model, batch), own)]  # fmt: skip
+                whole = g[0] if len(g) == 1 else torch.cat([g[0], g[1][:, None]], dim=1)
+                kappa = layer.left if layer.right is None else torch.outer(layer.left, layer.right)
+                return (kappa * whole).flatten()
+
+            F_ = torch.diag(layer.spectrum.flatten())
+            if layer.kind == "two-sided":
                 basis = torch.kron(layer.U_S, layer.U_A)
-                F_ = basis @ torch.diag(layer.spectrum.flatten()) @ basis.T
-            (v,) = torch.autograd.grad(lm(model, query), p)
-            damped = F_ + a / layer.tau * torch.eye(p.numel(), dtype=torch.float64)
-            u = torch.linalg.solve(damped, v.flatten())
+                F_ = basis @ F_ @ basis.T
+            damped = F_ + a / layer.tau * torch.eye(len(F_), dtype=torch.float64)
+            u = torch.linalg.solve(damped, gradient(query))
             for i in range(N):
-                (g,) = torch.autograd.grad(lm(model, data[i : i + 1]), p)
-                scores[i] += u @ g.flatten() / N
+                scores[i] += u @ gradient(data[i : i + 1]) / N
         found[name] = scores.numpy()
+    kinds = {x.place.name: x.kind for x in run.curvature.layers.values()}
+    assert kinds["table.weight"] == "diagonal" and kinds["inner.weight"] == "two-sided"
     model.train()
     return found
 

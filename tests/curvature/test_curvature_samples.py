@@ -9,7 +9,8 @@ from torch import nn
 
 import inrun
 from inrun.curvature.layer import Layer
-from inrun.curvature.samples import Formed, Product, samples
+from inrun.curvature.places import Place, places
+from inrun.curvature.samples import Formed, Product, apart, joined, samples
 
 
 class Tied(nn.Module):
@@ -43,8 +44,8 @@ def captured(model, ids, monkeypatch, **options):
     run = inrun.watch(model, optimizer, validation=[ids], loss=lm, estimator="influence", **options)
     found = {}
 
-    def noted(micro, params, first, n, factor):
-        for name, sample in samples(micro, params, first, n, factor):
+    def noted(*args):
+        for name, sample in samples(*args):
             found[name] = sample
             yield name, sample
 
@@ -67,12 +68,20 @@ def test_gradients_of_single_examples(options, monkeypatch):
     ids = torch.randint(0, 7, (5, 4))
     twin = copy.deepcopy(model)
     found = captured(model, ids, monkeypatch, **options)
-    names = [k for k, _ in twin.named_parameters()]
-    assert found.keys() == set(names)
-    for name, p in twin.named_parameters():
-        rows = [torch.autograd.grad(lm(twin, ids[i : i + 1]), p)[0] for i in range(4)]
-        g = torch.stack(rows)  # the mean loss over the batch: B times a row's part is its own loss
-        layer = Layer(p.shape)
+    params = dict(twin.named_parameters())
+    own = places(twin.modules(), params)
+    assert found.keys() == own.keys()
+    assert own["table.weight"].table and own["norm.weight"].bias is None
+    if twin.conv is not None:
+        assert own["conv.weight"].bias == "conv.bias"
+    for name, place in own.items():
+        # the mean loss over the batch: B times a row's part is its own loss
+        each = [
+            torch.autograd.grad(lm(twin, ids[i : i + 1]), [params[k] for k in place.names])
+            for i in range(5)
+        ]
+        g = joined(place, [torch.stack(rows) for rows in zip(*each, strict=True)], params[name])
+        layer = Layer(place, params[name].shape)
         U = [
             torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0] if yes else None
             for n, yes in zip(layer.matrix or (0, 0), layer.rotated, strict=True)
@@ -85,6 +94,51 @@ def test_gradients_of_single_examples(options, monkeypatch):
             for side in ("left", "right"):
                 a, b = getattr(found[name], side)(), getattr(wanted, side)()
                 torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_bias_is_one_more_column(transposed):
+    """Joined gradients of a linear layer are those of its product with a constant input of 1."""
+    torch.manual_seed(0)
+    place = Place("w", "b", transposed)
+    W, b = torch.randn(5, 3, 4), torch.randn(5, 4 if transposed else 3)
+    g = joined(place, [W, b], W[0])
+    assert g.shape == ((5, 4, 4) if transposed else (5, 3, 5))
+    assert all(map(torch.equal, apart(place, g, W[0]), (W, b)))
+    zeros = joined(place, [W, None], W[0])
+    assert torch.equal(zeros, joined(place, [W, torch.zeros_like(b)], W[0]))
+    assert torch.equal(joined(place, [None, b], W[0]), g - joined(place, [W, None], W[0]))
+
+
+def test_which_bias_belongs_to_which_weight():
+    """Torch's own layers are known; a bias or weight that is frozen or shared stands alone."""
+
+    class Conv1D(nn.Module):  # as in transformers
+        def __init__(self):
+            super().__init__()
+            self.nf, self.weight, self.bias = 3, nn.Parameter(torch.ones(3, 3)), None
+            self.bias = nn.Parameter(torch.ones(3))
+
+    model = nn.ModuleDict({
+        "a": nn.Linear(2, 3), "b": nn.Linear(2, 3, bias=False), "c": Conv1D(),
+        "d": nn.MultiheadAttention(4, 2), "e": nn.ConvTranspose2d(3, 3, 2), "f": nn.LayerNorm(3),
+        "g": nn.EmbeddingBag(3, 2), "h": nn.Linear(2, 3), "i": nn.Linear(2, 3),
+    })  # fmt: skip
+    model["h"].bias = model["a"].bias
+    model["i"].bias.requires_grad_(requires_grad=False)
+    params = {k: p for k, p in model.named_parameters() if p.requires_grad}
+    found = places(model.modules(), params)
+    paired = {k: (p.bias, p.transposed) for k, p in found.items() if p.bias is not None}
+    assert paired == {
+        "a.weight": ("a.bias", False), "c.weight": ("c.bias", True),
+        "d.in_proj_weight": ("d.in_proj_bias", False),
+        "d.out_proj.weight": ("d.out_proj.bias", False),
+    }  # fmt: skip
+    assert [k for k, p in found.items() if p.table] == ["g.weight"]
+    alone = {k for k, p in found.items() if p.bias is None}
+    assert alone == {
+        "b.weight", "e.weight", "e.bias", "f.weight", "f.bias", "g.weight", "h.weight", "i.weight"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("T", [1, 3])
@@ -104,15 +158,16 @@ def test_products_need_not_be_formed(T):
 def test_wide_sides_keep_their_coordinates(monkeypatch):
     monkeypatch.setattr("inrun.curvature.layer.WIDEST", 4)
     torch.manual_seed(0)
-    layer = Layer(torch.Size((6, 3)))
-    assert layer.kind == "one-sided" and Layer(torch.Size((6, 5))).kind == "diagonal"
+    layer = Layer(Place("w"), torch.Size((6, 3)))
+    assert layer.kind == "one-sided" and Layer(Place("w"), torch.Size((6, 5))).kind == "diagonal"
     g = torch.randn(9, 4, 6, 3).double()
     for sample in g:
         layer.see(Formed(sample))
     layer.pass_time(torch.tensor(2.0).double())
     assert layer.S is None and layer.U_S is None and layer.U_A is not None
     v = torch.randn(2, 6, 3).double()
-    u = layer.directions(v, 1.0)
+    layer.scale([None], v[0])
+    (u,) = layer.directions([v], 1.0)
     assert layer.spectrum is not None
     for row in range(6):  # each row has a matrix of its own
         F_ = layer.U_A @ torch.diag(layer.spectrum[row]) @ layer.U_A.T + torch.eye(3).double() / 2
@@ -121,10 +176,11 @@ def test_wide_sides_keep_their_coordinates(monkeypatch):
 
 
 def test_a_sample_that_is_not_finite_changes_nothing():
-    layer = Layer(torch.Size((3, 2)))
+    layer = Layer(Place("w"), torch.Size((3, 2)))
     torch.manual_seed(0)
     for _ in range(8):
         layer.see(Formed(torch.randn(4, 3, 2)))
+    layer.renewal = 100  # Λ goes with new eigenbases
     before = [x.clone() for x in (layer.S, layer.A, layer.spectrum)]
     bad = torch.randn(4, 3, 2)
     bad[0, 0, 0] = torch.inf
@@ -134,7 +190,25 @@ def test_a_sample_that_is_not_finite_changes_nothing():
 
 def test_nothing_has_moved_yet():
     """A learning rate of 0 (warm-up): τ = 0, and no influence, not NaN."""
-    layer = Layer(torch.Size((2,)))
+    layer = Layer(Place("w"), torch.Size((2,)))
     layer.see(Formed(torch.ones(3, 2)))
     layer.pass_time(torch.zeros(()))
-    assert torch.equal(layer.directions(torch.ones(1, 2), 0.3), torch.zeros(1, 2))
+    layer.scale([None], torch.ones(2))
+    assert torch.equal(layer.directions([torch.ones(1, 2)], 0.3)[0], torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (3,), (2, 3, 2, 2)])
+def test_a_mean_square_of_zero_has_no_scale(shape):
+    """Nothing was received yet: κ is 1; and a row that is never received is not infinite."""
+    layer, weight = Layer(Place("w"), torch.Size(shape)), torch.zeros(shape)
+    layer.scale([weight], weight)
+    assert all((x == 1).all() for x in (layer.left, layer.right) if x is not None)
+    squares = torch.ones(shape)
+    squares[0] = 0
+    layer.scale([squares], weight)
+    assert layer.left.isfinite().all() and layer.left[0].max() > layer.left[1].max()
+    before = [layer.left.clone(), None if layer.right is None else layer.right.clone()]
+    squares[-1] = torch.inf  # a step that mixed precision skips
+    layer.scale([squares], weight)
+    for x, old in zip((layer.left, layer.right), before, strict=True):
+        assert x is old or torch.equal(x, old)

@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 import inrun
-from inrun.curvature.curvature import SAMPLE
-from inrun.curvature.layer import LATER
-from inrun.exact.influence import WholeFisher
+from inrun.curvature.curvature import Sampling
+from inrun.curvature.layer import FLOOR, LATER
+from inrun.exact.influence import WholeFisher, scale_of
 from inrun.exact.reference import _validation_gradient, groups_of, stepped
 
-B, STEPS = 6, 13  # eigenbases at 8 and 12
+B, STEPS = 20, 13  # eigenbases at 8 and at each step after it
+SAMPLE = Sampling.of(100, "cpu").examples
 
 
 def mse(model, batch):
@@ -20,9 +21,20 @@ def mse(model, batch):
     return (model(x) - y).square().mean()
 
 
+class Shift(nn.Module):
+    """A vector that is no layer's bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.by = nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        return x * self.by
+
+
 def problem(seed=0):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3), Shift()).double()
     data = [(torch.randn(B, 3).double(), torch.randn(B, 3).double()) for _ in range(STEPS)]
     val = (torch.randn(5, 3).double(), torch.randn(5, 3).double())
     return model, data, val
@@ -67,12 +79,13 @@ def watched(
 
 
 def expected(
-    model, optimizer, data, val, kept, a=0.3, point=0.5, clip=None, bound=torch.inf, micro=1
+    model, optimizer, data, val, kept, a=0.1, point=0.5, clip=None, bound=torch.inf, micro=1
 ):
     """The definition, step by step, with a real optimizer."""
     params = [p for group in groups_of(optimizer) for p in group["params"]]
-    fishers = [WholeFisher(LATER, {8, 12}) for _ in params]
-    found, adam = [], isinstance(optimizer, torch.optim.AdamW)
+    assert [p.ndim for p in params] == [2, 1, 2, 1, 1]  # two layers, and a vector
+    fishers = [WholeFisher(LATER, set(range(8, STEPS + 1))) for _ in range(3)]
+    found = []
     for t, (x, y) in enumerate(data):
         rows = [[] for _ in params]
         for i in range(B):
@@ -88,22 +101,48 @@ def expected(
         received = [(c * g).clamp(-bound, bound) for g in G]
         after = stepped(optimizer, received)
         v = _validation_gradient(model, optimizer, lambda m: mse(m, val), without, after, [point])
+        moved = [w0 - w1 for w0, w1 in zip(without, after, strict=True)]
+        squares = [mean_square(optimizer, p, g, t) for p, g in zip(params, received, strict=True)]
         size = B // micro  # the micro-batches take turns
         n = min(size, SAMPLE)
         first = t % micro * size + t * n % (size - n + 1)
         value = torch.zeros(B, dtype=torch.float64)
-        for f, r, g, w0, w1, own in zip(fishers, rows, G, without, after, v, strict=True):
-            rate = float(((w0 - w1) * g).sum() / g.square().sum())
-            corrected = 1 - kept ** (t + 1) if adam else 1.0
+        for f, *each in zip(
+            fishers, *(in_layers(z) for z in (rows, G, moved, v, squares)), strict=True
+        ):
+            r, g, step, own, square = each
+            kappa = scale_of(square, FLOOR)
+            rate = float((step * g).sum() / (kappa * g).square().sum())
+            corrected = 1 - kept ** (t + 1) if isinstance(optimizer, torch.optim.AdamW) else 1.0
             f.tau += rate * corrected / (1 - kept)
-            f.see(B * r[first : first + n])
-            value += (f.direction(own, a) * r).reshape(B, -1).sum(1)
+            f.see(B * kappa * r[first : first + n])
+            value += (kappa * f.direction(kappa * own, a) * r).reshape(B, -1).sum(1)
         found.append(value)
         for p, g in zip(params, received, strict=True):
             p.grad = g
         optimizer.step()
         optimizer.zero_grad()
     return torch.stack(found)
+
+
+def in_layers(each):
+    """Of a weight and its bias one matrix, the bias its last column; the vector alone."""
+    W1, b1, W2, b2, c = each
+    return [torch.cat([W, b[..., None]], dim=-1) for W, b in ((W1, b1), (W2, b2))] + [c]
+
+
+def mean_square(optimizer, p, g, t):
+    """Of Adam and RMSprop, after the step that g will make; 1 for the others."""
+    options, state = optimizer.param_groups[0], optimizer.state[p]
+    if isinstance(optimizer, torch.optim.AdamW):
+        beta = options["betas"][1]
+        old = state["exp_avg_sq"] if state else torch.zeros_like(g)
+        return (beta * old + (1 - beta) * g**2) / (1 - beta ** (t + 1))
+    if isinstance(optimizer, torch.optim.RMSprop):
+        alpha = options["alpha"]
+        old = state["square_avg"] if state else torch.zeros_like(g)
+        return alpha * old + (1 - alpha) * g**2
+    return torch.ones_like(g)
 
 
 def close(found, wanted):
@@ -149,7 +188,7 @@ def test_secant_beside_it_is_the_same_as_alone():
 
 
 def test_damping_and_point():
-    for name, a, point in (("influence:2", 2.0, 0.5), ("influence+current", 0.3, None)):
+    for name, a, point in (("influence:2", 2.0, 0.5), ("influence+current", 0.1, None)):
         model, data, val = problem()
         twin = copy.deepcopy(model)
         found = watched(model, OPTIMIZERS["adamw"](model.parameters()), data, val, name)[name]
@@ -159,7 +198,7 @@ def test_damping_and_point():
 
 def test_several_dampings_share_one_curvature():
     """The step is observed once, however many estimators ask for the curvature."""
-    names = {"influence:2": 2.0, "influence": 0.3, "influence:0.05": 0.05}
+    names = {"influence:2": 2.0, "influence": 0.1, "influence:0.5": 0.5}
     model, data, val = problem()
     twins = [copy.deepcopy(model) for _ in names]
     found = watched(model, OPTIMIZERS["adamw"](model.parameters()), data, val, list(names))

@@ -45,12 +45,13 @@ def test_saved_and_read_again(tmp_path):
     run.close()
     found = saved.read(tmp_path / "run", inrun.open(tmp_path / "run").info["run"])
     own = curvature_of(run)
-    assert found.step == 9 and found.layers.keys() == own.layers.keys() == set(run.params)
+    assert found.step == 9 and found.layers.keys() == own.layers.keys()
+    assert {k for x in found.layers.values() for k in x.place.names} == set(run.params)
     for name, layer in own.layers.items():
-        v = torch.randn(2, *layer.shape, dtype=torch.float64)
-        torch.testing.assert_close(
-            found.layers[name].directions(v, 0.3), layer.directions(v, 0.3), rtol=0, atol=0
-        )
+        assert found.layers[name].shapes == {k: run.params[k].shape for k in layer.place.names}
+        v = [torch.randn(2, *x, dtype=torch.float64) for x in layer.shapes.values()]
+        a, b = (x.directions(v, 0.3) for x in (found.layers[name], layer))
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
     assert own.layers["0.weight"].U_S is not None  # eigenbases were there
 
 
@@ -78,8 +79,8 @@ def test_coverage_says_how_it_is_kept_and_its_size():
     run, _, _ = trained()
     found = run.coverage().set_index("parameter")
     assert dict(found["curvature"]) == {
-        "0.weight": "two-sided", "0.bias": "diagonal",
-        "2.weight": "two-sided", "2.bias": "diagonal",
+        "0.weight": "two-sided", "0.bias": "with 0.weight",
+        "2.weight": "two-sided", "2.bias": "with 2.weight",
     }  # fmt: skip
     for name, layer in curvature_of(run).layers.items():
         kept = [x for x in vars(layer).values() if isinstance(x, torch.Tensor)]

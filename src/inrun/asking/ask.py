@@ -229,15 +229,14 @@ def _parameters(model: nn.Module, curvature: Curvature) -> dict[str, Tensor]:
     """The parameters of the model whose curvature is known."""
     own = dict(model.named_parameters())
     found: dict[str, Tensor] = {}
-    for name, layer in curvature.layers.items():
-        if curvature.known(name) is None:
-            continue
+    known = [x for k, x in curvature.layers.items() if curvature.known(k) is not None]
+    for name, shape in (item for layer in known for item in layer.shapes.items()):
         p = own.get(name)
-        if p is None or p.shape != layer.shape:
+        if p is None or p.shape != shape:
             has = "not there" if p is None else f"of shape {tuple(p.shape)}"
             raise ValueError(
                 f"this is not the model of that run: its parameter {name} was of shape "
-                f"{tuple(layer.shape)} and is {has} here"
+                f"{tuple(shape)} and is {has} here"
             )
         if not p.requires_grad:
             raise ValueError(f"parameter {name} was trained and is frozen here: unfreeze it to ask")
@@ -250,15 +249,23 @@ def _directions(
 ) -> tuple[dict[str, Direction], list[float]]:
     """u of all questions by parameter, and the questions' losses."""
     rows: dict[str, list[Tensor]] = {k: [] for k in params}
-    layers = {k: curvature.layers[k].to(p.device, wide_type(p.dtype)) for k, p in params.items()}
+    layers = [
+        x.to(params[k].device, wide_type(params[k].dtype))
+        for k, x in curvature.layers.items()
+        if k in params
+    ]
     losses = []
     for q in range(len(asked.targets)):
         found = asked.gradients([q], params, keep=True)
         losses.append(float(found.loss))
         if not np.isfinite(losses[-1]):
             raise ValueError(f"the loss of the question {asked.targets[q].name!r} is not finite")
-        for k, v in found.of(list(params), slice(0, 1)).items():
-            rows[k].append(layers[k].directions(wide(v), damping)[0])
+        v = found.of(list(params), slice(0, 1))
+        for layer in layers:
+            names = layer.place.names
+            u = layer.directions([wide(v[k]) for k in names], damping)
+            for k, x in zip(names, u, strict=True):
+                rows[k].append(x[0])
     # one parameter at a time: both forms of all of them would be twice the memory
     return {k: Direction(torch.stack(rows.pop(k))) for k in params}, losses
 

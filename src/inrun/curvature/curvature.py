@@ -1,115 +1,172 @@
 """The curvature of all scored parameters of a run: what it observes in a step, and its maps.
 
-At an observed step, before ``optimizer.step()``:
+At an observed step, before ``optimizer.step()``, for each weight with its bias:
 
-1. time: τ of each layer grows by its effective learning rate (``effective_rate``), for all steps
-   since the last observation;
-2. sample: the gradients of a few examples of the step go into the running means (layer.py).
+1. scale: κ from the optimizer's mean squares (layer.py);
+2. time: τ grows by the effective learning rate (``effective_rate``), for all steps since the last
+   observation;
+3. sample: the gradients of a few examples of the step go into the running means.
 
-Nothing here waits for a GPU, but for the eigenbases, which are renewed ever more rarely.
+Nothing here waits for a GPU, but for the first eigenbases. Those of large layers come in turns, so
+that no step pays for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from inrun.capture.micro_batch import MicroBatch
-from inrun.curvature.layer import Layer
+from inrun.curvature.layer import FIRST, Layer
+from inrun.curvature.places import places
 from inrun.curvature.samples import samples
 from inrun.gradients.records import wide
 from inrun.optimizers.common import Options, State, scalar, sign, step_count
 
-SAMPLE = 4  # examples of an observed step
-ON_GPU = 1  # the same where gradients are large and steps are many
-FIRST = 32  # steps that are all observed; later one in so many:
-EVERY = {"cpu": 4, "cuda": 8}
-SMALL = 2**20  # numbers of a model on a CPU that is observed in every step
+
+@dataclass(frozen=True)
+class Sampling:
+    """What is observed: ``examples`` of a step; the ``first`` steps, later one in so many."""
+
+    examples: int
+    first: int
+    every: int
+
+    @staticmethod
+    def of(numbers: int, kind: str) -> Sampling:
+        """For a model of so many numbers on a device of this kind. In short runs of small models
+        the curvature is the better the more is seen; in long runs of large ones little is enough.
+        """
+        if kind == "cpu" and numbers <= TINY:
+            return Sampling(16, 1, 1)
+        every = 4 if kind == "cpu" else 8
+        return Sampling(16, 256, every) if numbers <= SMALL else Sampling(2, 32, every)
+
+
+TINY = 2**20  # numbers of a model on a CPU that is observed in every step
+SMALL = 2**25  # numbers of a model whose sampled gradients are cheap
+
+
+@dataclass(frozen=True)
+class Moving:
+    """How a parameter moves in a step.
+
+    Args:
+        update: v ↦ Kv, the optimizer's secant.
+        received: ḡ, what the optimizer receives.
+        G: the gradient of the loss.
+        state, options: the optimizer's.
+        squares: the running mean of its squared gradient, where the optimizer has one.
+    """
+
+    update: Callable[[Tensor], Tensor]
+    received: Tensor
+    G: Tensor
+    state: State
+    options: Options
+    squares: Tensor | None = None
 
 
 @dataclass(eq=False)
 class Curvature:
-    """By parameter. ``step`` is that of the last observation."""
+    """``layers`` by the name of the weight. ``step`` is that of the last observation."""
 
     layers: dict[str, Layer] = field(default_factory=dict)
     step: int = -1
     seen: int = 0
+    _of: dict[str, Layer] = field(default_factory=dict, repr=False)  # by parameter
+
+    def add(self, layer: Layer) -> None:
+        self.layers[layer.place.name] = layer
+        self._of |= dict.fromkeys(layer.place.names, layer)
 
     def due(self, step: int, params: Mapping[str, Tensor]) -> bool:
         """Is this step observed? Once, however many estimators ask."""
-        kind = next(iter(params.values())).device.type
-        small = kind == "cpu" and sum(p.numel() for p in params.values()) <= SMALL
-        every = 1 if small or self.seen < FIRST else EVERY.get(kind, EVERY["cuda"])
-        return step - self.step >= every
+        how = _sampling(params)
+        return step - self.step >= (1 if self.seen < how.first else how.every)
 
     def observe(
         self,
         step: int,
         micros: Sequence[MicroBatch],
+        modules: Iterable[nn.Module],
         params: Mapping[str, Tensor],
-        rates: Mapping[str, Tensor],
+        moving: Mapping[str, Moving],
         scale: float,
     ) -> None:
         """Take in a step.
 
         Args:
-            params: those that have a gradient.
-            rates: the effective learning rate of each, for one step.
+            modules: the model's.
+            params: those that are scored.
+            moving: how those move that have a gradient.
             scale: what turns recorded gradients into those of the loss (1/loss scale).
         """
-        some = [m for m in micros if m.B]
         passed, self.step = step - self.step, step
-        for name, rate in rates.items():
-            self._layer(name, params[name]).pass_time(rate * passed)
+        if not self._of.keys() >= params.keys():
+            self._place(modules, params)
+        for layer in self.layers.values():
+            own = [moving.get(k) for k in layer.place.names]
+            if own[0] is not None:
+                squares = [None if m is None else m.squares for m in own]
+                layer.scale(squares, wide(own[0].G))
+                rate = effective_rate([m for m in own if m is not None], layer)
+                layer.pass_time(rate * passed)
+        some = [m for m in micros if m.B]
         if not some:
             return
         micro = some[self.seen % len(some)]
-        device = next(iter(params.values())).device
-        n = min(micro.B, SAMPLE if device.type == "cpu" else ON_GPU)
+        n = min(micro.B, _sampling(params).examples)
         first = self.seen * n % (micro.B - n + 1)
         self.seen += 1
         # the training loss is the mean over the examples of the step, g_i the part of one in it
         factor = scale * sum(m.B for m in some)
-        for name, sample in samples(micro, params, first, n, factor):
-            self._layer(name, params[name]).see(sample)
+        own_places = {k: x.place for k, x in self.layers.items() if x.left is not None}
+        for name, sample in samples(micro, own_places, params, first, n, factor):
+            self.layers[name].see(sample)
 
-    def _layer(self, name: str, param: Tensor) -> Layer:
-        layer = self.layers.get(name)
-        if layer is None or layer.shape != param.shape:
-            layer = self.layers[name] = Layer(param.shape)
-        return layer
+    def _place(self, modules: Iterable[nn.Module], params: Mapping[str, Tensor]) -> None:
+        """Make the layers that are missing. Large ones take turns with their eigenbases."""
+        for name, place in places(modules, params).items():
+            if self._of.keys().isdisjoint(place.names):
+                layer = Layer(place, params[name].shape)
+                if layer.large:
+                    layer.renewal = FIRST + sum(x.large for x in self.layers.values())
+                self.add(layer)
 
     def known(self, name: str) -> Layer | None:
         """The layer of a parameter, if something was seen of it."""
-        layer = self.layers.get(name)
+        layer = self._of.get(name)
         return layer if layer is not None and layer.seen and layer.tau is not None else None
 
 
-def effective_rate(
-    update: Callable[[Tensor], Tensor], received: Tensor, G: Tensor, state: State, options: Options
-) -> Tensor:
-    """η_eff of a parameter: what a step does along the gradient, for one unit of it.
+def _sampling(params: Mapping[str, Tensor]) -> Sampling:
+    kind = next(iter(params.values())).device.type
+    return Sampling.of(sum(p.numel() for p in params.values()), kind)
 
-    ⟨K ḡ, G⟩ / ‖G‖² with K the optimizer's secant: the mean of K, weighted by the gradient's square
-    in each coordinate. Momentum hands a gradient on to later steps. All that is added here: K has
-    (1 − β1)/(1 − β1^t) of it in Adam, all but the momentum in SGD.
 
-    Args:
-        update: v ↦ Kv.
-        received: ḡ, what the optimizer receives.
-        G: the gradient of the loss.
-        state, options: the optimizer's.
+def effective_rate(steps: Sequence[Moving], layer: Layer) -> Tensor:
+    """η_eff of a weight and its bias: what a step does along the gradient, for one unit of it, in
+    the scale of κ.
+
+    ⟨K ḡ, G⟩ / ‖κ ⊙ G‖² with K the optimizer's secant: the mean of K/κ², weighted by the square of
+    κ⊙G in each coordinate. Momentum hands a gradient on to later steps. All that is added here: K
+    has (1 − β1)/(1 − β1^t) of it in Adam, all but the momentum in SGD.
     """
-    G = wide(G)
-    size = G.square().sum()
-    rate = sign(options) * (update(received) * G).sum() / torch.where(size > 0, size, 1.0)
+    G = [wide(m.G) for m in steps]
+    size = layer.squared_size(G)
+    along = sum(
+        sign(m.options) * (m.update(m.received) * g).sum() for m, g in zip(steps, G, strict=True)
+    )
+    rate = along / torch.where(size > 0, size, 1.0)
     rate = torch.where(rate.isfinite(), rate, 0.0).clamp(min=0.0)
+    options, state = steps[0].options, steps[0].state
     kept, corrected = scalar(options.get("momentum") or 0.0), 1.0
     if betas := options.get("betas"):
         kept = scalar(betas[0])
         if not state or "step" in state:  # empty before the first step
-            corrected = 1.0 - kept ** step_count(state, options, G)
-    return (rate * (corrected / (1.0 - kept))).to(G.dtype)
+            corrected = 1.0 - kept ** step_count(state, options, G[0])
+    return (rate * (corrected / (1.0 - kept))).to(G[0].dtype)

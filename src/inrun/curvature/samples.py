@@ -2,7 +2,7 @@
 
 A sample has n gradients g [O, I] of single examples and answers three questions, each a mean over
 the examples: g gᵀ, gᵀ g, and the squares of U_Sᵀ g U_A. For a product with few tokens none of them
-needs g itself.
+needs g itself. A bias is one more column (or row) of g.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 from inrun.capture.micro_batch import MicroBatch
+from inrun.curvature.places import Place
 from inrun.gradients.nodes import Node, pull_back
 from inrun.gradients.records import Pair, Record, in_one_type, wide
 
+Uses = Sequence[tuple[Node, Record]]
+
 
 class Sample(Protocol):
-    """Gradients of single examples by one parameter."""
+    """Gradients of single examples by one parameter, with its bias."""
 
     def left(self) -> Tensor:
         """E[g gᵀ] [O, O]."""
@@ -30,6 +33,9 @@ class Sample(Protocol):
 
     def squares(self, U_S: Tensor | None, U_A: Tensor | None) -> Tensor:
         """E[(U_Sᵀ g U_A)²] [O, I]; None is the basis of the coordinates. Of a vector: [numbers]."""
+
+    def scaled(self, left: Tensor, right: Tensor | None) -> Sample:
+        """Of diag(left) g diag(right); of a vector: left ⊙ g."""
 
 
 @dataclass(eq=False)
@@ -60,6 +66,11 @@ class Formed:
             g = g @ U_A
         return g.square().mean(0)
 
+    def scaled(self, left: Tensor, right: Tensor | None) -> Formed:
+        if right is None:
+            return Formed(self.g * left)
+        return Formed(self._matrices * left[:, None] * right)
+
 
 @dataclass(eq=False)
 class Product:
@@ -81,6 +92,10 @@ class Product:
             return delta[:, 0].square().mT @ a[:, 0].square() / len(a)
         return (delta.mT @ a).square().mean(0)
 
+    def scaled(self, left: Tensor, right: Tensor | None) -> Product:
+        assert right is not None
+        return Product(self.a * right, self.delta * left)
+
 
 def _gram(x: Tensor, other: Tensor) -> Tensor:
     """E[Σ_ts x_t (other_t · other_s) x_sᵀ]."""
@@ -92,39 +107,82 @@ def _gram(x: Tensor, other: Tensor) -> Tensor:
 
 
 def samples(
-    micro: MicroBatch, params: Mapping[str, Tensor], first: int, n: int, factor: float
-) -> Iterator[tuple[str, Sample]]:
+    micro: MicroBatch, places: Mapping[str, Place], params: Mapping[str, Tensor], first: int,
+    n: int, factor: float,
+) -> Iterator[tuple[str, Sample]]:  # fmt: skip
     """The gradients, times ``factor``, of examples ``first`` to ``first + n`` of a micro-batch, by
-    parameter; of parameters that it did not meet, nothing."""
+    the name of the place; of those that it did not meet, nothing."""
     met: dict[str, list[tuple[Node, Record]]] = {}
     for node, records in micro.by_example():
         for root in node.roots & params.keys():
             met.setdefault(root, []).extend((node, r) for r in records)
-    for name, uses in met.items():
-        if uses:
-            yield name, _sample(name, uses, params[name], first, n, factor)
+    for name, place in places.items():
+        uses = [met.get(k, []) for k in place.names]
+        if any(uses):
+            yield name, _sample(place, uses, params, first, n, factor)
 
 
 def _sample(
-    name: str, uses: Sequence[tuple[Node, Record]], param: Tensor, first: int, n: int, factor: float
-) -> Sample:
-    (node, record), *more = uses
-    if not more and node.param is not None and isinstance(record, Pair):
-        _, T, I = record.a.shape  # noqa: E741
-        O = record.delta.shape[-1]  # noqa: E741
-        if min(I, O) > 2 * T and not record.a.is_complex():
-            part = record.cut(first, first + n).to(param.device)
-            assert isinstance(part, Pair)
-            a, delta = (wide(x) for x in in_one_type(part.a, part.delta))
-            a, delta = a.to(_type(param)), delta.to(_type(param)) * factor
-            return Product(delta, a) if part.transposed else Product(a, delta)
+    place: Place, uses: Sequence[Uses], params: Mapping[str, Tensor], first: int, n: int,
+    factor: float,
+) -> Sample:  # fmt: skip
+    weight = params[place.name]
+    if all(len(own) == 1 for own in uses):
+        (node, record) = uses[0][0]
+        if node.param is not None and isinstance(record, Pair):
+            _, T, I = record.a.shape  # noqa: E741
+            O = record.delta.shape[-1]  # noqa: E741
+            if min(I, O) > 2 * T and not record.a.is_complex():
+                return _product(place, record.cut(first, first + n), weight, factor)
+    rows = [
+        _rows(k, own, params[k], first, n, factor) for k, own in zip(place.names, uses, strict=True)
+    ]
+    return Formed(joined(place, rows, weight))
+
+
+def _product(place: Place, record: Record, weight: Tensor, factor: float) -> Product:
+    record = record.to(weight.device)
+    assert isinstance(record, Pair)
+    a, delta = (wide(x) for x in in_one_type(record.a, record.delta))
+    a, delta = a.to(_type(weight)), delta.to(_type(weight)) * factor
+    if place.bias is not None:
+        a = torch.nn.functional.pad(a, (0, 1), value=1.0)
+    return Product(delta, a) if record.transposed else Product(a, delta)
+
+
+def _rows(name: str, uses: Uses, param: Tensor, first: int, n: int, factor: float) -> Tensor:
+    """The gradients by one parameter [n, *W]."""
     total: Tensor | None = None
     for node, record in uses:
         rows = record.to(param.device).some_groups(first, [1] * n)
         own = wide(pull_back(node, rows)[name]).to(_type(param))
         total = own if total is None else total + own
-    assert total is not None
-    return Formed(total * factor)
+    if total is None:
+        return torch.zeros((n, *param.shape), dtype=_type(param), device=param.device)
+    return total * factor
+
+
+def joined(place: Place, rows: Sequence[Tensor | None], weight: Tensor) -> Tensor:
+    """Rows [n, *W] of a weight and [n, O] of its bias as one matrix each, [n, O, I + 1] (or
+    [n, I + 1, O]). None stands for zeros."""
+    n, like = next((len(x), x) for x in rows if x is not None)
+    own = like.new_zeros((n, *weight.shape)) if rows[0] is None else rows[0]
+    if place.bias is None:
+        return own
+    matrix, (bias,) = own.flatten(2), rows[1:]
+    if bias is None:
+        bias = like.new_zeros((n, matrix.shape[2 if place.transposed else 1]))
+    along = 1 if place.transposed else 2
+    return torch.cat([matrix, bias.unsqueeze(along)], dim=along)
+
+
+def apart(place: Place, x: Tensor, weight: Tensor) -> list[Tensor]:
+    """``joined`` turned around: [n, *W] and [n, O]."""
+    if place.bias is None:
+        return [x.reshape(len(x), *weight.shape)]
+    along = 1 if place.transposed else 2
+    matrix = x.narrow(along, 0, x.shape[along] - 1)
+    return [matrix.reshape(len(x), *weight.shape), x.select(along, -1)]
 
 
 def _type(param: Tensor) -> torch.dtype:

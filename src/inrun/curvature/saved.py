@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from inrun.curvature.curvature import Curvature
-from inrun.curvature.layer import Layer
+from inrun.curvature.layer import KEPT, Layer
+from inrun.curvature.places import Place
 from inrun.ledger import LedgerError, files
 from inrun.ledger.arrays import read_arrays
 
 FILE = "curvature.npz"
-KEPT = ("U_S", "U_A", "spectrum", "tau")  # what directions need; the running factors are not kept
 
 
 def save(curvature: Curvature, folder: Path, run: str) -> None:
@@ -29,7 +29,8 @@ def save(curvature: Curvature, folder: Path, run: str) -> None:
         if curvature.known(name) is None:
             continue
         i = len(about["layers"])
-        about["layers"].append({"name": name, "shape": list(layer.shape), "seen": layer.seen})
+        own = vars(layer.place) | {"shape": list(layer.shape), "seen": layer.seen}
+        about["layers"].append(own)
         for key in KEPT:
             if (x := getattr(layer, key)) is not None:
                 arrays[f"{i}.{key}"] = x.detach().cpu().numpy()
@@ -57,7 +58,7 @@ def read(folder: Path, run: str | None) -> Curvature:
         found = Curvature(step=int(about["step"]))
         for i, entry in enumerate(about["layers"]):
             own = {k: arrays[f"{i}.{k}"] for k in KEPT if f"{i}.{k}" in arrays}
-            found.layers[str(entry["name"])] = _layer(entry, own)
+            found.add(_layer(entry, own))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         why = " ".join(str(error).split())
         raise LedgerError(f"{file} is damaged: {why}. Train again, or restore a copy") from error
@@ -70,13 +71,15 @@ def read(folder: Path, run: str | None) -> Curvature:
 
 def _layer(entry: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Layer:
     """A layer from its arrays, whose sizes must be those that its shape asks for."""
-    layer = Layer(torch.Size([int(n) for n in entry["shape"]]), seen=int(entry["seen"]))
+    shape = torch.Size([int(n) for n in entry["shape"]])
+    layer = Layer(_place(entry), shape, seen=int(entry["seen"]))
     O, I = layer.matrix or (0, 0)  # noqa: E741
-    of_spectrum = layer.matrix or tuple(layer.shape)
-    sizes = {"U_S": (O, O), "U_A": (I, I), "spectrum": of_spectrum, "tau": ()}
+    whole = layer.matrix or tuple(layer.shape)
+    sizes = {"U_S": (O, O), "U_A": (I, I), "spectrum": whole, "tau": (),
+             "left": whole if layer.matrix is None else (O,), "right": (I,)}  # fmt: skip
     for key, size in sizes.items():
         x = arrays.get(key)
-        if x is None and key.startswith("U"):
+        if x is None and (key.startswith("U") or (key == "right" and layer.matrix is None)):
             continue
         if x is None or x.shape != size or x.dtype not in (np.float32, np.float64):
             raise ValueError(f"{key} of {str(entry['name'])!r:.80} has another size or type")
@@ -86,15 +89,23 @@ def _layer(entry: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Layer:
     return layer
 
 
+def _place(entry: Mapping[str, Any]) -> Place:
+    bias = entry["bias"]
+    return Place(
+        str(entry["name"]), None if bias is None else str(bias), bool(entry["transposed"]),
+        bool(entry["table"]),
+    )  # fmt: skip
+
+
 def state_of(curvature: Curvature) -> dict[str, Any]:
     """For a checkpoint of the training loop: all of it, as tensors."""
     layers = {
         name: {
             k: x.detach().clone() if isinstance(x, Tensor) else x
             for k, x in vars(own).items()
-            if not k.startswith("_")
+            if not k.startswith("_") and k != "place"
         }
-        | {"shape": list(own.shape)}
+        | {"shape": list(own.shape), "place": vars(own.place)}
         for name, own in curvature.layers.items()
     }
     return {"step": curvature.step, "seen": curvature.seen, "layers": layers}
@@ -105,10 +116,11 @@ def load_state(
 ) -> None:
     """Continue from a checkpoint."""
     curvature.step, curvature.seen = int(state["step"]), int(state["seen"])
-    curvature.layers = {}
+    curvature.layers.clear()
     for name, own in state["layers"].items():
         device = params[name].device if name in params else None
-        layer = curvature.layers[name] = Layer(torch.Size(own["shape"]))
+        layer = Layer(_place(own["place"]), torch.Size(own["shape"]))
+        curvature.add(layer)
         for key, x in own.items():
-            if key != "shape":
+            if key not in ("shape", "place"):
                 setattr(layer, key, x.to(device) if isinstance(x, Tensor) else x)

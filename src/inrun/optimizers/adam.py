@@ -188,9 +188,15 @@ def whole_model(
     return step.again(list(g)) if step.usable() else None
 
 
+def squares(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
+    """v̂ after the step, without amsgrad's maximum."""
+    c = _scalars(g, s, o)
+    return average(s.get("exp_avg_sq"), effective_gradient(g, w, o).square(), c.beta2) / c.c2
+
+
 _OPTIONS = {
     "decay": decoupled_decay, "factor": factor, "derivative": derivative, "elementwise": True,
-    "one_pass": {"secant": one_pass}, "whole_model": whole_model,
+    "squares": squares, "one_pass": {"secant": one_pass}, "whole_model": whole_model,
     "momentum": Momentum("exp_avg", average_share, carried, beta1_of, betas_on_device),
 }  # fmt: skip
 

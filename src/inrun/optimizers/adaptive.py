@@ -83,9 +83,14 @@ def _rmsprop_gain(end: Tensor, g: Tensor, s: State, o: Options) -> Tensor:
     return learning_rate(o) / (b.sqrt() + o["eps"])
 
 
+def _rmsprop_squares(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
+    return average(s.get("square_avg"), effective_gradient(g, w, o).square(), o["alpha"])
+
+
 @register_optimizer(
-    RMSprop, factor=_secant(lambda: rmsprop, _rmsprop_gain, "square_avg"), elementwise=True
-)
+    RMSprop, factor=_secant(lambda: rmsprop, _rmsprop_gain, "square_avg"), elementwise=True,
+    squares=_rmsprop_squares,
+)  # fmt: skip
 def rmsprop(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     """η(μB + ĝ/(√b + ε)), b = αv + (1−α)ĝ², less the square of the averaged ĝ when ``centered``.
 

@@ -98,6 +98,8 @@ class Rule:
             the weights at a point of the path together, faster than one after the other.
         whole_model: makes of all parameters one step for a GPU kernel (adam_kernel.py).
         momentum: how its steps depend on past gradients, where that is one average of them.
+        squares: the running mean of the squared gradient, after the step, by whose root steps are
+            divided, ``(g, w, state, options) -> tensor``, where there is one.
     """
 
     update: UpdateMap
@@ -114,6 +116,7 @@ class Rule:
     one_pass: Mapping[str, OnePass] = field(default_factory=dict, hash=False)
     whole_model: ToWholeModel | None = None
     momentum: Momentum | None = None
+    squares: UpdateMap | None = None
 
     @torch.no_grad()
     def tangent(self, g: Tensor, w: Tensor, s: State, o: Options) -> LinearMap:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from inrun.curvature import saved
 from inrun.curvature.layer import Layer
+from inrun.curvature.places import places
 from inrun.gradients.records import wide_type
 from inrun.ledger import LedgerError
 from inrun.ledger.entries import Ledger
@@ -48,18 +49,23 @@ def check_curvature(config: Config, model: nn.Module, optimizer: Optimizers, wor
             )
 
 
-def with_curvature(coverage: pd.DataFrame, params: Mapping[str, Tensor]) -> pd.DataFrame:
+def with_curvature(
+    coverage: pd.DataFrame, model: nn.Module, params: Mapping[str, Tensor]
+) -> pd.DataFrame:
     """The table with two more columns: how the curvature of each parameter is kept, and its
-    bytes."""
-    kinds, sizes = [], []
-    for name in coverage["parameter"]:
-        p = params.get(name)
-        layer = None if p is None else Layer(p.shape)
-        kinds.append("" if layer is None else layer.kind)
-        sizes.append(
-            0 if p is None or layer is None else layer.numbers * wide_type(p.dtype).itemsize
-        )
-    return coverage.assign(curvature=kinds, curvature_bytes=sizes)
+    bytes; a bias is kept with its weight."""
+    kinds, sizes = {}, {}
+    for name, place in places(model.modules(), params).items():
+        layer = Layer(place, params[name].shape)
+        kinds[name] = layer.kind
+        sizes[name] = layer.numbers * wide_type(params[name].dtype).itemsize
+        if place.bias is not None:
+            kinds[place.bias] = f"with {name}"
+    names = coverage["parameter"]
+    return coverage.assign(
+        curvature=[kinds.get(k, "") for k in names],
+        curvature_bytes=[sizes.get(k, 0) for k in names],
+    )
 
 
 def save_curvature(scorers: Sequence[Scorer], ledger: Ledger) -> None:

@@ -234,7 +234,7 @@ class Run(BeginEnd, Checkpoints, Summary, RunTables):
         ``estimator="influence"`` also how its curvature is kept, and the bytes of it."""
         others = self._left_out | self._unscored.outside
         table = coverage_table(self.params, others, self._capture.keeper.coverage)
-        return table if self.curvature is None else with_curvature(table, self.params)
+        return table if self.curvature is None else with_curvature(table, self.model, self.params)
 
     # One step
 

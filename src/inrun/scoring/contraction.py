@@ -6,6 +6,7 @@ a few parameters and targets at a time; ``contract`` forms ⟨u, g_i⟩ from the
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -82,13 +83,18 @@ def directions_through(
 ) -> dict[str, Direction]:
     """The validation gradients v [Q, *W] carried through the maps and, with ``ratios``, through
     clipping by value."""
-    found = {}
+    found: dict[str, Direction] = {}
     for k, x in v.items():
+        if k in found:
+            continue
         f = maps[k]
+        if (together := getattr(f, "together", None)) is not None:  # of several parameters at once
+            for name, u in together(v).items():
+                found[name] = Direction(u if ratios is None else ratios[name] * u)
+            continue
         K = f.K if isinstance(f, Scale) else None
         if K is None:
-            many = getattr(f, "many", None)  # at once, where the map has a way
-            x = torch.stack([f(own) for own in wide(x)]) if many is None else many(wide(x))
+            x = torch.stack([f(own) for own in wide(x)])
         if ratios is not None and K is not None:
             K = ratios[k] * K
         elif ratios is not None:
@@ -279,14 +285,17 @@ def _row(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return row if row.dtype == dtype else row.to(dtype)
 
 
-def components(names: Iterable[str], micros: Sequence[MicroBatch]) -> list[list[str]]:
-    """Parameters that must be scored together because one tensor is made of several of them."""
+def components(
+    names: Iterable[str], micros: Sequence[MicroBatch], others: Iterable[Collection[str]] = ()
+) -> list[list[str]]:
+    """Parameters that must be scored together because one tensor is made of several of them, or
+    because they are among ``others``."""
     group = {k: {k} for k in names}
-    for micro in micros:
-        for node in micro.met_nodes:
-            joined = set().union(*(group[k] for k in node.roots if k in group))
-            for k in joined:
-                group[k] = joined
+    nodes = (node.roots for micro in micros for node in micro.met_nodes)
+    for together in itertools.chain(nodes, others):
+        joined = set().union(*(group[k] for k in together if k in group))
+        for k in joined:
+            group[k] = joined
     seen: set[str] = set()
     found = []
     for k, members in group.items():

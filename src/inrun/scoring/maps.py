@@ -3,15 +3,17 @@ inverse of the curvature (``estimator="influence"``, curvature/)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from inrun.curvature.curvature import Curvature, effective_rate
+from inrun.curvature.curvature import Curvature, Moving
 from inrun.curvature.layer import Layer
+from inrun.gradients.records import wide
 from inrun.optimizers.base import LinearMap, Scale
 from inrun.optimizers.common import sign
 from inrun.ranks.world import World
@@ -55,9 +57,16 @@ class Maps:
             else:
                 if self.curvature.due(step.number, step.params):
                     self._observe(self.curvature, step, of_rules("secant", e.point))
-                own = self._inverse(self.curvature, step, e.damping)
+                found.append(self._inverse(self.curvature, step, e.damping, cancelled))
+                continue
             found.append(own | {k: unless(flag, own[k]) for k, flag in cancelled.items()})
         return found
+
+    @property
+    def together(self) -> list[list[str]]:
+        """Parameters whose maps are one."""
+        known = () if self.curvature is None else self.curvature.layers.values()
+        return [x.place.names for x in known]
 
     def _cancelling(self, step: Step, thorough: bool) -> dict[str, Tensor]:
         """By parameter (1-D ones): a flag, True if its per-example gradients cancel in this step.
@@ -77,48 +86,80 @@ class Maps:
 
     def _observe(self, curvature: Curvature, step: Step, secant: ByName) -> None:
         """Take the step into the curvature."""
-        scale, rates = step.clipping.scale, {}
-        for (name, G), i in zip(step.G.items(), step.places, strict=True):
-            m = step.moved.steps[i]
-            rates[name] = effective_rate(secant[name], m.g, scale * G, m.state, m.options)
-        with no_autocast(_device(step).type):
-            curvature.observe(step.number, step.micros, step.params, rates, scale)
+        scale, moving = step.clipping.scale, {}
+        half = _products_in(step) is not None
+        with no_autocast(_device(step).type), rounded_products(half):
+            for (name, G), i in zip(step.G.items(), step.places, strict=True):
+                m = step.moved.steps[i]
+                squares = None
+                if m.rule.squares is not None:
+                    squares = m.rule.squares(m.g, m.p.detach(), m.state, m.options)
+                moving[name] = Moving(secant[name], m.g, scale * G, m.state, m.options, squares)
+            curvature.observe(
+                step.number, step.micros, self.validator.modules, step.params, moving, scale
+            )
 
-    def _inverse(self, curvature: Curvature, step: Step, a: float) -> ByName:
+    def _inverse(
+        self, curvature: Curvature, step: Step, a: float, cancelled: dict[str, Tensor]
+    ) -> ByName:
         """(F + a/τ)⁻¹ for the gradients of the loss as they were before clipping, which the values
         will be multiplied with: that is divided out here."""
         scale, ratios = step.clipping.scale, step.clipping.by_coordinate(step.G)
         found: ByName = {}
         dtype = _products_in(step)
+        factors: dict[str, Any] = {}
         for name, i in zip(step.G, step.places, strict=True):
             factor: Any = sign(step.moved.steps[i].options) * scale / step.clipping.common
-            if ratios is not None:
-                factor = factor / ratios[name]
+            factors[name] = factor if ratios is None else factor / ratios[name]
+            if name in cancelled:
+                factors[name] = torch.where(cancelled[name], 0.0, factors[name])
+        for name in step.G:
             layer = curvature.known(name)
             if layer is None:  # nothing was seen of it: it moved nothing that could be undone
                 found[name] = Scale(torch.zeros_like(step.G[name]))
             elif layer.matrix is None:
-                found[name] = Scale(factor / layer.divisor(a))
+                assert layer.left is not None
+                K = layer.left.square() / layer.divisor(a)
+                found[name] = Scale(factors[name] * K)
             else:
-                found[name] = Inverse(layer, a, factor, dtype)
+                found[name] = Inverse(layer, a, factors, dtype)
         return found
 
 
 @dataclass(frozen=True, eq=False)
 class Inverse:
-    """The map v ↦ factor · (F + a/τ)⁻¹ v of a matrix."""
+    """The map v ↦ factor · (F + a/τ)⁻¹ v of a weight and its bias, whose directions depend on both
+    of their gradients."""
 
     layer: Layer
     a: float
-    factor: Any
+    factors: Mapping[str, Any]  # by name
     dtype: torch.dtype | None  # of its products
 
     def __call__(self, v: Tensor) -> Tensor:
-        return self.many(v[None])[0]
+        raise TypeError("the curvature of a weight and its bias is one: use ``together``")
 
-    def many(self, v: Tensor) -> Tensor:
-        """Of several v [Q, *W]."""
-        return self.factor * self.layer.directions(v, self.a, self.dtype)
+    def together(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """By name of its parameters, those of several v [Q, *W]; one that is not there is 0."""
+        names = self.layer.place.names
+        some = [wide(v[k]) if k in v else None for k in names]
+        u = self.layer.directions(some, self.a, self.dtype)
+        return {k: self.factors[k] * x for k, x in zip(names, u, strict=True) if k in v}
+
+
+@contextmanager
+def rounded_products(on: bool) -> Iterator[None]:
+    """Products of float32 matrices may round their inputs to TF32, which is several times as fast:
+    what is observed is a mean over samples, and the model was trained with fewer digits."""
+    before = torch.get_float32_matmul_precision()
+    if not on or before != "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _device(step: Step) -> torch.device:

@@ -310,7 +310,9 @@ class Scorer:
         values, losses = numbers["values"], numbers["losses"]
         clipping, aligned = self._split_clipping(step)
         ratios = step.clipping.by_coordinate(step.G)
-        parts = components(list(step.G), step.micros) if len(self.targets) > 1 else []
+        parts: list[list[str]] = []
+        if len(self.targets) > 1:
+            parts = components(list(step.G), step.micros, self.maps.together)
         by_point: dict[str, list[int]] = {}
         for e, estimator in enumerate(self.estimators):
             by_point.setdefault(estimator.point, []).append(e)
