@@ -148,13 +148,16 @@ def signalled(tmp_path_factory):
 
 def test_suspects_are_those_of_the_run(signalled):
     found = asked("suspects", signalled, "-n", 2)
-    assert {s["id"] for s in found["suspects"]} == {3, 7} and found["disagreed"] == 2
+    assert {s["id"] for s in found["suspects"]} == {3, 7} and found["sure"] == 0
     assert found["window"] == open_run(signalled).suspects().attrs["window"]
     text = call("suspects", signalled).stdout
-    assert "steps 0 to 7" in text and "2 of 20 examples: the model preferred another" in text
+    assert "steps 0 to 7" in text and "of the first 0 of 20 examples at least half" in text
+    assert "no label stands out" in text
 
 
-def test_prune_takes_sure_suspects_then_the_easiest(signalled, tmp_path):
+def test_prune_takes_sure_suspects_then_the_easiest(signalled, tmp_path, monkeypatch):
+    monkeypatch.setattr("inrun.ledger.suspects._confidence", lambda score, *_: score.rank() > 18)
+
     def gone(*args):
         call("prune", signalled, "--ratio", 0.2, "-o", tmp_path / "k.csv", "--force", *args)
         return set(range(20)) - set(pd.read_csv(tmp_path / "k.csv")["id"])

@@ -11,6 +11,7 @@ import pandas as pd
 
 from inrun.ledger.saved import SavedRun
 from inrun.ledger.signals import shown_names
+from inrun.ledger.suspects import SURE, by_values
 from inrun.report.examples import load_examples, load_tokens
 from inrun.report.facts import cards, collect
 from inrun.report.tokens import Tokenizer, shaded
@@ -36,7 +37,7 @@ def payload(
     values = values.rename(columns={t: k for t, k in keys.items() if len(keys) > 1})
     values = values.merge(saved.harm(estimator), on="id", how="left")
     best, worst, harmful = _lists(values)
-    suspects, window = _suspects(saved, estimator, values, harmful)
+    suspects, window, said = _suspects(saved, estimator, values, harmful)
     shown = np.unique(np.concatenate([best, worst, suspects]))
     content = pd.DataFrame(columns=["text", "image"])
     values["label"], values["group"] = None, None
@@ -62,6 +63,7 @@ def payload(
         "examples": len(values),
         "columns": _columns(values.iloc[listed]),
         "window": window,
+        "values_said": said,
         "epochs": _epochs(saved.epochs(estimator)),
         "lists": {name: [where[int(i)] for i in rows] for name, rows in lists.items()},
         "content": {str(where[int(i)]): c for i in shown if (c := _content(content, int(i)))},
@@ -105,15 +107,19 @@ def _lists(values: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def _suspects(
     saved: SavedRun, estimator: str | None, values: pd.DataFrame, harmful: np.ndarray
-) -> tuple[np.ndarray, dict[str, Any] | None]:
-    """Positions of the most suspicious, and the visits that the ranking is made of; the most
-    harmful where the run has no signals."""
+) -> tuple[np.ndarray, dict[str, Any] | None, str]:
+    """Positions of the most suspicious, the visits that the ranking is made of, and what values
+    say about it; the most harmful where the run has no signals."""
     loss = shown_names(saved.targets)[0]
     if loss not in values or values[loss].isna().all():
-        return harmful, None
+        return harmful, None, ""
     ranked = saved.suspects(estimator)
     at = pd.Series(np.arange(len(values)), index=values["id"])
-    return at.reindex(ranked["id"].head(SHOWN)).to_numpy(), ranked.attrs["window"]
+    window, sure = ranked.attrs["window"], int((ranked["confidence"] >= SURE).sum())
+    said = f"At least half of the first {sure:,} are wrong by {by_values(window)}."
+    if window["hurt"] is None:
+        said = "Values were not used: too few steps."
+    return at.reindex(ranked["id"].head(SHOWN)).to_numpy(), window, said
 
 
 def _epochs(table: pd.DataFrame) -> list[dict[str, Any]]:
