@@ -10,20 +10,21 @@ Made of two things that a run knows of each visit (signals.py, tables.py), over 
 What joins them is r, the correlation of the two among the examples of a label. Hard examples with
 the right label help more than easy ones, so r is below 0 where labels are right; wrong ones fit
 badly and hurt, so r is above 0 where there are some. It differs between labels for other reasons,
-too (few validation rows of a label, or hard ones). So a label stands out, s = 1, if its r is
-two times its spread (that of the other labels, at least ``SPREAD``) above the mean of the others,
-by the values of both halves of the window; s = 0 up to one. Where no label does, wrong ones are
-spread evenly, or values are noise, and the fit alone is best. With s the highest of all labels,
+too (few validation rows of a label, or hard ones). So a label stands out if its r is far above the
+mean of the others, counted in spreads (of the others' r, at least ``SPREAD``), by the values of
+both halves of the window: s rises from 0 to 1 between the two of ``STANDS``. Where no label does,
+wrong ones are spread evenly, or values are noise, and the fit alone is best. With s the highest of
+all labels,
 
     score = (1 + s r) · (fit − its lowest) + VALUES · ρ² · s of the label · harm⁺.
 
 ρ is how far values agree with themselves: the correlation, over the examples of the label (or over
 all, where that is lower), of those in the first half of the window with those in the second.
 
-Confidence: if an example's label is right, its harm is as likely below its label's median as above.
-So the examples that would rank as high with their harm mirrored at that median, and have it below,
-are as many as those of the first k that are right and have it above. What is left of the latter,
-less two standard errors, is the least number of wrong ones among the first k (``_confidence``).
+Confidence: if an example's label is right, its harm is as likely below its label's median as above
+(and more likely, if it is hard). So of the k that fit worst, those above it less those below are
+wrong, at least; less two standard errors, 2√k, they are the confidence for the first k of the
+list. It does not count harm where that made the ranking, which would find what it has sought.
 
 Both assume that the validation labels are right and of the same kind as the training's, and the
 confidence that in no label more than half are wrong.
@@ -49,7 +50,7 @@ from inrun.ledger.signals import SHOWN, Window
 
 LEARNED = 0.1  # of the way from the most frequent label's share to that of the best epoch
 VALUES = 8.0  # weight of values that are the same in both halves of the window
-SPREAD = 0.3  # of r between labels, on clean digits 0.4
+SPREAD, STANDS = 0.3, (1.25, 2.0)  # r differs by 0.4 between labels of clean digits
 FEWEST = 10  # examples that were scored, for a correlation
 SURE = 0.5  # confidence up to which suspects are removed first
 History = Callable[[Window], Iterable[pd.DataFrame]]  # step, id, loss, el2n, margin, label
@@ -124,7 +125,8 @@ def _joined(
     groups = list(label.groupby(label, dropna=False).indices.values())
     r = np.array([[_correlation(fit.iloc[at], x.iloc[at]) for at in groups]
                   for x in (harm, both["a"], both["b"])])  # fmt: skip
-    stands = np.clip(np.minimum(_apart(r[1]), _apart(r[2])) - 1, 0, 1)
+    apart, (low, high) = np.minimum(_apart(r[1]), _apart(r[2])), STANDS
+    stands = np.clip((apart - low) / (high - low), 0, 1)
     agreement = _correlation(both["a"], both["b"])
     harm, most, factor = _z(harm), stands.max(), pd.Series(1.0, fit.index)
     median, weight = pd.Series(np.nan, fit.index), pd.Series(0.0, fit.index)
@@ -134,15 +136,13 @@ def _joined(
         rho = _correlation(both["a"].iloc[at], both["b"].iloc[at])
         weight.iloc[at] = VALUES * alone * max(0.0, min(agreement, rho)) ** 2 if alone else 0.0
 
-    def score(harm: pd.Series) -> pd.Series:
-        return (fit - fit.min()) * factor + weight * harm.clip(lower=0.0).fillna(0.0)
-
-    found, which = score(harm), label.iloc[groups[int(stands.argmax())][0]]
+    score = (fit - fit.min()) * factor + weight * harm.clip(lower=0.0).fillna(0.0)
+    which = label.iloc[groups[int(stands.argmax())][0]]
     chosen = replace(
         chosen, agreement=agreement, hurt=float(_correlation(fit, harm)), stands_out=float(most),
         label=float(which) if most > 0 else None, weight=float(weight.mean()),
     )  # fmt: skip
-    return found, _confidence(found, score(2 * median - harm), harm - median), chosen
+    return score, _confidence(score, fit, harm - median), chosen
 
 
 def _apart(r: np.ndarray) -> np.ndarray:
@@ -156,20 +156,17 @@ def _apart(r: np.ndarray) -> np.ndarray:
     return found
 
 
-def _confidence(score: pd.Series, mirrored: pd.Series, above: pd.Series) -> pd.Series:
-    """The least share of wrong labels among the examples up to each one in the ranking.
+def _confidence(score: pd.Series, fit: pd.Series, above: pd.Series) -> pd.Series:
+    """The least share of wrong labels among the examples up to each one in the ranking by score.
 
-    ``mirrored`` are the scores with harm mirrored at the label's median, ``above`` how far harm is
-    above it. The share is taken to fall along the ranking: what holds of the first k holds of the
-    first few of these.
+    ``above``: how far harm is above the median of the label. The share is taken to fall along the
+    ranking: what holds of the first k holds of the first few of these.
     """
+    k = np.arange(1, len(score) + 1)
+    worst = np.argsort(-fit.to_numpy(), kind="stable")
+    least = (np.nan_to_num(np.sign(above.to_numpy()))[worst].cumsum() - 2 * np.sqrt(k)) / k
+    found = np.empty(len(k))
     order = np.argsort(-score.to_numpy(), kind="stable")
-    k = np.arange(1, len(order) + 1)
-    harmful = np.cumsum((above > 0).to_numpy()[order])
-    others = np.sort(mirrored[above < 0].to_numpy())
-    chance = len(others) - np.searchsorted(others, score.to_numpy()[order])
-    least = (harmful - chance - 2 * np.sqrt(harmful + chance)) / k
-    found = np.empty(len(order))
     found[order] = np.maximum.accumulate(least[::-1])[::-1].clip(0.0, 1.0)
     return pd.Series(found, score.index)
 
