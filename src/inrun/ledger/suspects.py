@@ -14,7 +14,7 @@ too (few validation rows of a label, or hard ones). So a label stands out if its
 mean of the others, counted in spreads (of the others' r, at least ``SPREAD``), by the values of
 both halves of the window: s rises from 0 to 1 between the two of ``STANDS``. Where no label does,
 wrong ones are spread evenly, or values are noise, and the fit alone is best. With s the highest of
-all labels,
+all labels, and for those that do not stand out the mean of their r,
 
     score = (1 + s r) · (fit − its lowest) + VALUES · ρ² · s of the label · harm⁺.
 
@@ -130,9 +130,11 @@ def _joined(
     agreement = _correlation(both["a"], both["b"])
     harm, most, factor = _z(harm), stands.max(), pd.Series(1.0, fit.index)
     median, weight = pd.Series(np.nan, fit.index), pd.Series(0.0, fit.index)
+    others = r[0][(stands == 0) & np.isfinite(r[0])]
+    r[0][stands == 0] = others.mean() if len(others) else 0.0
     for at, own, alone in zip(groups, r[0], stands, strict=True):
         median.iloc[at] = harm.iloc[at].median()
-        factor.iloc[at] += most * np.nan_to_num(own)
+        factor.iloc[at] += most * own
         rho = _correlation(both["a"].iloc[at], both["b"].iloc[at])
         weight.iloc[at] = VALUES * alone * max(0.0, min(agreement, rho)) ** 2 if alone else 0.0
 

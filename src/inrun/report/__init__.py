@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from inrun.ledger.saved import SavedRun
+from inrun.ledger.signals import WHOLE, Window
 from inrun.output import check_output, write_output
 from inrun.report.data import payload
 from inrun.report.tokens import Tokenizer
@@ -31,11 +32,13 @@ def write_report(
     estimator: str | None = None,
     replace: bool = True,
     tokenizer: Tokenizer | None = None,
+    window: Window = WHOLE,
 ) -> int:
     """Write the report of a run, at once or not at all; returns its size in bytes.
 
     ``tokenizer`` gives the text of input ids where the run has values of positions: "bytes", a
-    tokenizer of transformers (folder or name), or a function of a list of ids.
+    tokenizer of transformers (folder or name), or a function of a list of ids. ``window``: values,
+    harm and suspects of these steps alone.
 
     A file that is there is replaced, unless ``replace=False``; never the examples or a file of a
     ledger.
@@ -43,7 +46,7 @@ def write_report(
     file = Path(output)
     inputs = [] if examples is None else [Path(examples)]
     check_output(file, inputs=inputs, force=replace)
-    page = render(payload(run, examples, estimator, tokenizer)).encode(
+    page = render(payload(run, examples, estimator, tokenizer, window)).encode(
         "utf-8", "replace"
     )  # half a surrogate
     return write_output(file, page, replace)

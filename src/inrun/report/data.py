@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from inrun.ledger.saved import SavedRun
-from inrun.ledger.signals import shown_names
+from inrun.ledger.signals import WHOLE, Window, shown_names
 from inrun.ledger.suspects import SURE, by_values
 from inrun.report.examples import load_examples, load_tokens
 from inrun.report.facts import cards, collect
@@ -30,14 +30,19 @@ def payload(
     examples: str | Path | None = None,
     estimator: str | None = None,
     tokenizer: Tokenizer | None = None,
+    window: Window = WHOLE,
 ) -> dict[str, Any]:
-    """Everything the page needs, ready for JSON."""
-    values, steps = saved.values(estimator), saved.steps(estimator)
+    """Everything the page needs, ready for JSON. Of the ``window`` are values, harm and suspects."""
+    cut = {"since": window.since, "until": window.until}
+    values, steps = (
+        saved.values(estimator, **cut, half_life=window.half_life),
+        saved.steps(estimator),
+    )
     keys = {t: f"target {q}" for q, t in enumerate(saved.targets)}  # one may be called "label"
     values = values.rename(columns={t: k for t, k in keys.items() if len(keys) > 1})
-    values = values.merge(saved.harm(estimator), on="id", how="left")
+    values = values.merge(saved.harm(estimator, **cut), on="id", how="left")
     best, worst, harmful = _lists(values)
-    suspects, window, said = _suspects(saved, estimator, values, harmful)
+    suspects, visits, said = _suspects(saved, estimator, values, harmful, cut)
     shown = np.unique(np.concatenate([best, worst, suspects]))
     content = pd.DataFrame(columns=["text", "image"])
     values["label"], values["group"] = None, None
@@ -57,12 +62,12 @@ def payload(
     facts = collect(saved, values, steps, estimator)
     return {
         "title": saved.path.resolve().name,
-        "about": _about(saved, facts),
+        "about": [*_about(saved, facts), _only(window)],
         "cards": cards(facts),
         "targets": saved.targets,
         "examples": len(values),
         "columns": _columns(values.iloc[listed]),
-        "window": window,
+        "window": visits,
         "values_said": said,
         "epochs": _epochs(saved.epochs(estimator)),
         "lists": {name: [where[int(i)] for i in rows] for name, rows in lists.items()},
@@ -106,20 +111,30 @@ def _lists(values: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _suspects(
-    saved: SavedRun, estimator: str | None, values: pd.DataFrame, harmful: np.ndarray
-) -> tuple[np.ndarray, dict[str, Any] | None, str]:
+    saved: SavedRun, estimator: str | None, values: pd.DataFrame, harmful: np.ndarray,
+    cut: dict[str, int | None],
+) -> tuple[np.ndarray, dict[str, Any] | None, str]:  # fmt: skip
     """Positions of the most suspicious, the visits that the ranking is made of, and what values
     say about it; the most harmful where the run has no signals."""
     loss = shown_names(saved.targets)[0]
     if loss not in values or values[loss].isna().all():
         return harmful, None, ""
-    ranked = saved.suspects(estimator)
+    ranked = saved.suspects(estimator, **cut)
     at = pd.Series(np.arange(len(values)), index=values["id"])
     window, sure = ranked.attrs["window"], int((ranked["confidence"] >= SURE).sum())
     said = f"At least half of the first {sure:,} are wrong by {by_values(window)}."
     if window["hurt"] is None:
         said = "Values were not used: too few steps."
     return at.reindex(ranked["id"].head(SHOWN)).to_numpy(), window, said
+
+
+def _only(window: Window) -> str:
+    """What the page says of a window."""
+    parts = [] if window.since is None else [f"from step {window.since:,} on"]
+    parts += [] if window.until is None else [f"before step {window.until:,}"]
+    if window.half_life is not None:
+        parts.append(f"half for each {window.half_life:g} steps of age")
+    return f"values only {', '.join(parts)}" if parts else ""
 
 
 def _epochs(table: pd.DataFrame) -> list[dict[str, Any]]:
