@@ -32,6 +32,7 @@ from inrun.ledger.command import repair_command
 from inrun.ledger.signals import Window
 from inrun.output import check_output
 from inrun.report import metrics
+from inrun.report.noise import steadiness
 from inrun.reproduce import reproduce
 from inrun.variants.command import variants
 
@@ -132,8 +133,13 @@ def top(
     table = saved.top(
         n, by.value, target, worst, estimator, since=since, until=until, half_life=half_life
     )
-    table = with_examples(table, examples)
-    say(as_json, table.to_dict("records"), grid(table))
+    table, lines = with_examples(table, examples), Table.grid()
+    lines.add_row(grid(table))
+    if not as_json and by is By.value and target is None:
+        steady = steadiness(saved, estimator, Window(since, until, half_life))
+        if steady is not None:
+            lines.add_row(Text(steady, "dim"))
+    say(as_json, table.to_dict("records"), lines)
 
 
 @app.command()

@@ -62,9 +62,7 @@ def suspects(
     lines = Table.grid()
     lines.add_row(Text(f"visits: steps {window['since']:,} to {window['until'] - 1:,}, "
                        f"{safe(window['why'])}"))  # fmt: skip
-    lines.add_row(Text(by_values(window)))
-    lines.add_row(Text(f"of the first {sure:,} of {len(table):,} examples at least half are wrong, "
-                       "by their values"))  # fmt: skip
+    lines.add_row(Text(by_values(window, sure)))
     lines.add_row(grid(shown))
     data = {"window": window, "sure": sure, "examples": len(table)}
     say(as_json, data | {"suspects": shown.to_dict("records")}, lines)

@@ -180,16 +180,18 @@ def _correlation(a: pd.Series, b: pd.Series) -> float:
     return float(a.corr(b)) if len(a) >= FEWEST and a.std() > 0 and b.std() > 0 else math.nan
 
 
-def by_values(window: dict[str, Any]) -> str:
-    """One line about what the values said of a list of suspects: its ``attrs["window"]``."""
+def by_values(window: dict[str, Any], sure: int) -> str:
+    """One line about what the values said of a list of suspects: its ``attrs["window"]``, and of
+    how many of the first at least half are wrong."""
     if window["hurt"] is None:
         return "values: not used"
+    most = f"at least half of the first {sure:,} are wrong" if sure else "none is sure to be wrong"
     alone = "no label stands out"
     if window["label"] is not None:
         alone = f"label {window['label']:g} stands out ({window['stands_out']:.0%})"
     return (
-        f"values: bad fit and harm correlate by {window['hurt']:+.2f}, {alone}; weight of harm "
-        f"{window['weight']:.2g}"
+        f"values: {most}; bad fit and harm correlate by {window['hurt']:+.2f}, {alone}, "
+        f"weight of harm {window['weight']:.2g}"
     )
 
 

@@ -14,6 +14,7 @@ from inrun.ledger.signals import WHOLE, Window, shown_names
 from inrun.ledger.suspects import SURE, by_values
 from inrun.report.examples import load_examples, load_tokens
 from inrun.report.facts import cards, collect
+from inrun.report.noise import in_words
 from inrun.report.tokens import Tokenizer, shaded
 
 SHOWN = 200  # best, worst and suspects that come with their text or image, each
@@ -32,12 +33,10 @@ def payload(
     tokenizer: Tokenizer | None = None,
     window: Window = WHOLE,
 ) -> dict[str, Any]:
-    """Everything the page needs, ready for JSON. Of the ``window`` are values, harm and suspects."""
+    """Everything the page needs, ready for JSON; values, harm and suspects of the ``window``."""
     cut = {"since": window.since, "until": window.until}
-    values, steps = (
-        saved.values(estimator, **cut, half_life=window.half_life),
-        saved.steps(estimator),
-    )
+    values = saved.values(estimator, **cut, half_life=window.half_life)
+    steps = saved.steps(estimator)
     keys = {t: f"target {q}" for q, t in enumerate(saved.targets)}  # one may be called "label"
     values = values.rename(columns={t: k for t, k in keys.items() if len(keys) > 1})
     values = values.merge(saved.harm(estimator, **cut), on="id", how="left")
@@ -72,6 +71,7 @@ def payload(
         "epochs": _epochs(saved.epochs(estimator)),
         "lists": {name: [where[int(i)] for i in rows] for name, rows in lists.items()},
         "content": {str(where[int(i)]): c for i in shown if (c := _content(content, int(i)))},
+        "steady": in_words(facts),
         "histogram": _histogram(values["value"].dropna().to_numpy()),
         "audit": _audit(steps),
         "tokens": shaded(saved, estimator, tokenizer, partial(_tokens, examples)),
@@ -122,9 +122,7 @@ def _suspects(
     ranked = saved.suspects(estimator, **cut)
     at = pd.Series(np.arange(len(values)), index=values["id"])
     window, sure = ranked.attrs["window"], int((ranked["confidence"] >= SURE).sum())
-    said = f"At least half of the first {sure:,} are wrong by {by_values(window)}."
-    if window["hurt"] is None:
-        said = "Values were not used: too few steps."
+    said = f"By their {by_values(window, sure)}."
     return at.reindex(ranked["id"].head(SHOWN)).to_numpy(), window, said
 
 
