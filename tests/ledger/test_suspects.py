@@ -100,6 +100,23 @@ def test_the_score_is_the_formula():
     np.testing.assert_allclose(found["suspicion"], pd.Series(score).rank() / n, rtol=1e-9)
 
 
+@pytest.mark.parametrize("label", [np.nan, 0.0])
+def test_without_labels_the_fit_ranks(label):
+    """Documents have none; one label cannot stand out. Fits that are all alike say nothing."""
+    rng, ledger, same = np.random.default_rng(3), MemoryLedger(["all"]), MemoryLedger(["all"])
+    loss = rng.random(30)
+    for step in range(4):
+        values = rng.normal(size=(1, 1, 30))
+        for to, fit in ((ledger, loss), (same, np.ones(30))):
+            signals = np.stack([fit, fit, -fit, np.full(30, label)])
+            to.append(StepEntry(step, np.arange(30), values, 0.1, signals=signals))
+    found = ledger.suspects(0)
+    assert found["id"].tolist() == np.argsort(-loss).tolist() and found["confidence"].notna().all()
+    assert found.attrs["window"]["label"] is None and found.attrs["window"]["weight"] == 0
+    assert same.suspects(0).attrs["window"]["hurt"] is None
+    assert same.suspects(0)["suspicion"].nunique() == 1
+
+
 @pytest.mark.parametrize("kind", ["evenly", "one label", "clean"])
 def test_confidence_is_at_most_the_share_of_wrong_labels(kind):
     wrong = {"evenly": spread_evenly(0.2), "one label": in_label(1, 0.3),

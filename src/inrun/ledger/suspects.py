@@ -52,20 +52,19 @@ LEARNED = 0.1  # of the way from the most frequent label's share to that of the 
 VALUES = 8.0  # weight of values that are the same in both halves of the window
 SPREAD, STANDS = 0.3, (1.25, 2.0)  # r differs by 0.4 between labels of clean digits
 FEWEST = 10  # examples that were scored, for a correlation
-SURE = 0.5  # confidence up to which suspects are removed first
+SURE = 0.5  # confidence of the suspects that are removed first, at least
 History = Callable[[Window], Iterable[pd.DataFrame]]  # step, id, loss, el2n, margin, label
 Values = Callable[[Window], pd.Series]  # Σ −value/spread by id
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The visits that a list of suspects is made of, in steps, and why these; the share of labels
-    that the model got right in the last epoch; what the values say."""
+    """The visits that a list of suspects is made of, in steps, and why these; what the values
+    say."""
 
     since: int
     until: int
     why: str
-    fitted: float
     agreement: float | None = None  # of values in both halves, a correlation
     hurt: float | None = None  # correlation of bad fit and harm, over all examples
     stands_out: float = 0.0  # from 0 to 1: how far it is another in one label, ...
@@ -122,7 +121,8 @@ def _joined(
 ) -> tuple[pd.Series, pd.Series, Choice]:
     """The score (see above), the confidence, and what the choice was made of."""
     harm = both.sum(axis=1, min_count=1)
-    groups = list(label.groupby(label, dropna=False).indices.values())
+    codes = pd.factorize(label, use_na_sentinel=False)[0]
+    groups = [np.flatnonzero(codes == c) for c in range(codes.max() + 1)]
     r = np.array([[_correlation(fit.iloc[at], x.iloc[at]) for at in groups]
                   for x in (harm, both["a"], both["b"])])  # fmt: skip
     apart, (low, high) = np.minimum(_apart(r[1]), _apart(r[2])), STANDS
@@ -135,14 +135,16 @@ def _joined(
     for at, own, alone in zip(groups, r[0], stands, strict=True):
         median.iloc[at] = harm.iloc[at].median()
         factor.iloc[at] += most * own
-        rho = _correlation(both["a"].iloc[at], both["b"].iloc[at])
-        weight.iloc[at] = VALUES * alone * max(0.0, min(agreement, rho)) ** 2 if alone else 0.0
+        rho = np.nan_to_num(_correlation(both["a"].iloc[at], both["b"].iloc[at]))
+        weight.iloc[at] = VALUES * alone * max(0.0, min(agreement, rho)) ** 2
 
     score = (fit - fit.min()) * factor + weight * harm.clip(lower=0.0).fillna(0.0)
     which = label.iloc[groups[int(stands.argmax())][0]]
+    hurt = _correlation(fit, harm)
     chosen = replace(
-        chosen, agreement=agreement, hurt=float(_correlation(fit, harm)), stands_out=float(most),
-        label=float(which) if most > 0 else None, weight=float(weight.mean()),
+        chosen, agreement=agreement, hurt=None if math.isnan(hurt) else hurt,
+        stands_out=float(most), label=float(which) if most > 0 else None,
+        weight=float(weight.mean()),
     )  # fmt: skip
     return score, _confidence(score, fit, harm - median), chosen
 
@@ -234,21 +236,20 @@ def _chosen(history: History, epochs: pd.DataFrame, window: Window) -> Choice:
     at = np.searchsorted(epochs["since"].to_numpy(), table["step"].to_numpy(), side="right") - 1
     sums = table.groupby(at)[["right", "n"]].sum()
     share = sums["right"] / sums["n"]
-    fitted = float(share.iloc[-1])
     if not window.whole:
-        return Choice(since, until, "the steps that were asked for", fitted)
+        return Choice(since, until, "the steps that were asked for")
     frequent = float(labels.max() / labels.sum()) if len(labels) else float("nan")
     best = float(share.max())
     if not best > frequent or len(share) < 2:
         why = "all visits: the run shows no epoch from which labels are known"
-        return Choice(since, until, why, fitted)
+        return Choice(since, until, why)
     first = int(share.index[share >= frequent + LEARNED * (best - frequent)][0])
     why = (
         f"from epoch {first} of 0 to {int(at.max())} on: it is the first in which the model got "
         f"clearly more of the given labels right ({share[first]:.0%}; best epoch {best:.0%}) than "
         f"the most frequent label would ({frequent:.0%})"
     )
-    return Choice(max(since, int(epochs["since"].iloc[first])), until, why, fitted)
+    return Choice(max(since, int(epochs["since"].iloc[first])), until, why)
 
 
 def removed(table: pd.DataFrame, n: int, rule: str) -> np.ndarray:
