@@ -34,14 +34,14 @@ def payload(
     window: Window = WHOLE,
 ) -> dict[str, Any]:
     """Everything the page needs, ready for JSON; values, harm and suspects of the ``window``."""
-    cut = {"since": window.since, "until": window.until}
-    values = saved.values(estimator, **cut, half_life=window.half_life)
+    since, until, half_life = window.since, window.until, window.half_life
+    values = saved.values(estimator, since=since, until=until, half_life=half_life)
     steps = saved.steps(estimator)
     keys = {t: f"target {q}" for q, t in enumerate(saved.targets)}  # one may be called "label"
     values = values.rename(columns={t: k for t, k in keys.items() if len(keys) > 1})
-    values = values.merge(saved.harm(estimator, **cut), on="id", how="left")
+    values = values.merge(saved.harm(estimator, since=since, until=until), on="id", how="left")
     best, worst, harmful = _lists(values)
-    suspects, visits, said = _suspects(saved, estimator, values, harmful, cut)
+    suspects, visits, said = _suspects(saved, estimator, values, harmful, window)
     shown = np.unique(np.concatenate([best, worst, suspects]))
     content = pd.DataFrame(columns=["text", "image"])
     values["label"], values["group"] = None, None
@@ -112,18 +112,18 @@ def _lists(values: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def _suspects(
     saved: SavedRun, estimator: str | None, values: pd.DataFrame, harmful: np.ndarray,
-    cut: dict[str, int | None],
+    window: Window,
 ) -> tuple[np.ndarray, dict[str, Any] | None, str]:  # fmt: skip
     """Positions of the most suspicious, the visits that the ranking is made of, and what values
     say about it; the most harmful where the run has no signals."""
     loss = shown_names(saved.targets)[0]
     if loss not in values or values[loss].isna().all():
         return harmful, None, ""
-    ranked = saved.suspects(estimator, **cut)
+    ranked = saved.suspects(estimator, since=window.since, until=window.until)
     at = pd.Series(np.arange(len(values)), index=values["id"])
-    window, sure = ranked.attrs["window"], int((ranked["confidence"] >= SURE).sum())
-    said = f"By their {by_values(window, sure)}."
-    return at.reindex(ranked["id"].head(SHOWN)).to_numpy(), window, said
+    visits, sure = ranked.attrs["window"], int((ranked["confidence"] >= SURE).sum())
+    said = f"By their {by_values(visits, sure)}."
+    return at.reindex(ranked["id"].head(SHOWN)).to_numpy(), visits, said
 
 
 def _only(window: Window) -> str:

@@ -52,9 +52,10 @@ def steadiness(saved: SavedRun, estimator: str | None, window: Window) -> str | 
     """The same in one line for a ranking of some steps; None where the run has no halves."""
     if not any(t.endswith(HALVES) for t in saved.targets):
         return None
-    cut = {"since": window.since, "until": window.until, "half_life": window.half_life}
-    found = noise(saved.targets, saved.values(estimator, **cut), None)
-    return f"steadiness of the ranking by value: {in_words(found)}"
+    since, until, half_life = window.since, window.until, window.half_life
+    values = saved.values(estimator, since=since, until=until, half_life=half_life)
+    found = in_words(noise(saved.targets, values, None))
+    return f"steadiness of the ranking by value: {found}"
 
 
 def in_words(f: dict[str, Any]) -> str:
