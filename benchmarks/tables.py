@@ -248,7 +248,8 @@ def suspects() -> str:
         cells = [c for c in every if "auroc" in c]
         if not cells:
             continue
-        of = {k: [c["auroc"][k] for c in cells] for k in cells[0]["auroc"]}
+        names = dict.fromkeys(k for c in cells for k in c["auroc"])  # some cells lack the dear ones
+        of = {k: [c["auroc"][k] for c in cells if k in c["auroc"]] for k in names}
         best = max(SINGLE, key=lambda k: mean(of[k]))
         apart = [ours - theirs for ours, theirs in zip(of["suspects"], of[best], strict=True)]
         others = [k for k in of if k not in SINGLE and not k.startswith("suspects")]

@@ -34,12 +34,9 @@ def payload(
     window: Window = WHOLE,
 ) -> dict[str, Any]:
     """Everything the page needs, ready for JSON; values, harm and suspects of the ``window``."""
-    since, until, half_life = window.since, window.until, window.half_life
-    values = saved.values(estimator, since=since, until=until, half_life=half_life)
     steps = saved.steps(estimator)
     keys = {t: f"target {q}" for q, t in enumerate(saved.targets)}  # one may be called "label"
-    values = values.rename(columns={t: k for t, k in keys.items() if len(keys) > 1})
-    values = values.merge(saved.harm(estimator, since=since, until=until), on="id", how="left")
+    values = _values(saved, estimator, keys, window)
     best, worst, harmful = _lists(values)
     suspects, visits, said = _suspects(saved, estimator, values, harmful, window)
     shown = np.unique(np.concatenate([best, worst, suspects]))
@@ -78,6 +75,16 @@ def payload(
         "by": {name: t for name in ("group", "label") if (t := _by(values, name))},
         "heat": [h for name in ("group", "label") if (h := _heat(values, keys, name))],
     }
+
+
+def _values(
+    saved: SavedRun, estimator: str | None, keys: dict[str, str], window: Window
+) -> pd.DataFrame:
+    """Values and harm; targets have their ``keys`` as names."""
+    since, until, half_life = window.since, window.until, window.half_life
+    values = saved.values(estimator, since=since, until=until, half_life=half_life)
+    values = values.rename(columns={t: k for t, k in keys.items() if len(keys) > 1})
+    return values.merge(saved.harm(estimator, since=since, until=until), on="id", how="left")
 
 
 def _tokens(examples: str | Path | None, ids: Any) -> Any:
