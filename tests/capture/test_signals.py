@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inrun.capture.capture import Capture
-from inrun.capture.signals import Labelled, of_examples, row_signals
+from inrun.capture.signals import Labelled, _computed, _few_rows, of_examples, row_signals
 from inrun.capture.signals import means as example_means
 
 B, T, C = 5, 4, 3
@@ -220,6 +220,20 @@ def test_of_many_classes_the_loss_alone(logarithms, monkeypatch):
     wanted[:, 1:3] = math.nan
     found = torch.from_numpy(example_means(rows.numpy()))
     torch.testing.assert_close(found, wanted.T, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_few_rows_by_numpy_are_those_by_torch(monkeypatch, dtype):
+    torch.manual_seed(0)
+    z = (5 * torch.randn(9, 4, dtype=dtype)).log_softmax(1)
+    y = torch.tensor([0, 1, 2, 3, 7, 0, 7, 1, 2])
+    loss = Labelled(z, y, 1, ignore=7, logarithms=True, normalised=True)
+    found = _computed(loss)
+    z0, y0 = z.clone(), y.clone()
+    monkeypatch.setattr("inrun.capture.signals.FEW", 0)
+    assert _few_rows(loss) is None
+    torch.testing.assert_close(found, _computed(loss), rtol=1e-6, atol=1e-6)
+    assert torch.equal(z, z0) and torch.equal(y, y0)
 
 
 def test_many_rows_are_worked_on_in_pieces(monkeypatch):

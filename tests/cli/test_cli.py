@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from inrun.cli.app import app
 from inrun.ledger.entries import Audit, StepEntry
 from inrun.ledger.saved import Store, open_run
+from inrun.ledger.tables import HALVES
 from inrun.report import metrics
 
 
@@ -148,13 +149,16 @@ def signalled(tmp_path_factory):
 
 def test_suspects_are_those_of_the_run(signalled):
     found = asked("suspects", signalled, "-n", 2)
-    assert {s["id"] for s in found["suspects"]} == {3, 7} and found["disagreed"] == 2
+    assert {s["id"] for s in found["suspects"]} == {3, 7} and found["sure"] == 0
     assert found["window"] == open_run(signalled).suspects().attrs["window"]
-    text = call("suspects", signalled).stdout
-    assert "steps 0 to 7" in text and "2 of 20 examples: the model preferred another" in text
+    text = " ".join(call("suspects", signalled).stdout.split())
+    assert "steps 0 to 7" in text and "values: none is sure to be wrong" in text
+    assert "no label stands out" in text
 
 
-def test_prune_takes_sure_suspects_then_the_easiest(signalled, tmp_path):
+def test_prune_takes_sure_suspects_then_the_easiest(signalled, tmp_path, monkeypatch):
+    monkeypatch.setattr("inrun.ledger.suspects._confidence", lambda score, *_: score.rank() > 18)
+
     def gone(*args):
         call("prune", signalled, "--ratio", 0.2, "-o", tmp_path / "k.csv", "--force", *args)
         return set(range(20)) - set(pd.read_csv(tmp_path / "k.csv")["id"])
@@ -165,6 +169,23 @@ def test_prune_takes_sure_suspects_then_the_easiest(signalled, tmp_path):
     assert gone() == {3, 7} | easiest
     assert gone("--by", "noisy") == set(table["id"][:4])
     assert {3, 7}.isdisjoint(gone("--by", "clean"))
+
+
+def test_a_report_of_a_window(signalled, tmp_path):
+    options = ("--since", 2, "--until", 6, "--half-life", 3)
+    call("report", signalled, "-o", tmp_path / "r.html", *options)
+    said = "values only from step 2 on, before step 6, half for each 3 steps of age"
+    assert said in (tmp_path / "r.html").read_text("utf-8")
+
+
+def test_a_ranking_says_how_steady_it_is(tmp_path):
+    store = Store.create(tmp_path / "run", {}, list(HALVES), ["secant"])
+    first, second = np.arange(8.0), np.array([0, 2, 1, 3, 4, 5, 7, 6.0])  # Spearman 20 / 21
+    store.append(StepEntry(0, np.arange(8), np.stack([first, second])[None], 0.1))
+    store.close()
+    text = " ".join(call("top", tmp_path / "run", "-n", 2).stdout.split())
+    assert "steadiness of the ranking by value: 0.98, from two halves" in text and "0.95" in text
+    assert "steadiness" not in call("top", tmp_path / "run", "--by", "harm").stdout
 
 
 def test_windows_and_epochs(signalled):

@@ -1,4 +1,4 @@
-"""Signals in the ledger, windows of steps, epochs, suspects: against plain pandas."""
+"""Signals in the ledger, windows of steps, epochs: against plain pandas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from inrun.ledger import LedgerError
 from inrun.ledger.entries import MemoryLedger, StepEntry
 from inrun.ledger.saved import Store, open_run
 from inrun.ledger.signals import SHOWN, Window
-from inrun.ledger.suspects import removed
 
 N, B, EPOCHS, Q = 12, 4, 3, 2
 NAMES = ["a", "loss"]  # a target may be called like a signal
@@ -146,23 +145,14 @@ def z(x):
 
 
 @pytest.mark.parametrize("by_value", [True, False])
-def test_suspects_are_ranked_by_fit_and_values(ledger, by_value):
+def test_suspects_of_alike_labels_are_ranked_by_fit(ledger, by_value):
     found = ledger.suspects(0, Window(3, 9), by_value)
     window, found = found.attrs["window"], found.set_index("id").sort_index()
     rows = visits(3, 9)
     means = rows.groupby("id")[list(SHOWN)].mean()
     score = (z(means["loss"]) + z(means["el2n"]) - z(means["margin"])) / 3
-    if by_value:
-        history = ledger.history(0, Window(3, 9))
-        spread = history.groupby("step")["value"].transform(lambda v: v.std(ddof=0))
-        history["against"] = -history["value"] / spread
-        late = history["step"] >= 6
-        first, second = (history[m].groupby("id")["against"].sum() for m in (~late, late))
-        weight = 4 * max(0.0, first.corr(second)) ** 2  # labels of four examples have none
-        np.testing.assert_allclose(window["weight"], weight, rtol=1e-6)
-        score = score + weight * z(first + second).clip(lower=0)
-    else:
-        assert window["weight"] == 0
+    assert window["weight"] == 0 and window["label"] is None  # labels of four examples do not tell
+    assert found["confidence"].notna().all() == by_value == (window["hurt"] is not None)
     np.testing.assert_allclose(found["suspicion"], score.rank() / N, rtol=1e-9)
     doubt = (rows["margin"] < 0).groupby(rows["id"]).mean()
     np.testing.assert_allclose(found["disagreed"], doubt, rtol=1e-9)
@@ -170,81 +160,3 @@ def test_suspects_are_ranked_by_fit_and_values(ledger, by_value):
     values = ledger.values(0, Window(3, 9)).set_index("id")[NAMES]
     hurts = values.idxmin(axis=1).where(values.min(axis=1) < 0)
     assert found["hurts"].fillna("").tolist() == hurts.fillna("").tolist()
-
-
-def against(turn: set[int]) -> MemoryLedger:
-    """40 examples of two labels that the model fits alike; odd ids have label 1. Values are the
-    same at each step, but those of the labels in ``turn`` have another sign in the second half."""
-    ledger, ids = MemoryLedger(["all"]), np.arange(40)
-    alike = np.stack([np.ones(40), np.ones(40), np.ones(40), ids % 2])
-    values = np.random.default_rng(0).normal(size=40)
-    turned = np.isin(ids % 2, list(turn))
-    for step in range(8):
-        own = np.where(turned & (step >= 4), -values, values)
-        ledger.append(StepEntry(step, ids, own[None, None], 0.1, signals=alike))
-    return ledger
-
-
-def test_values_count_as_far_as_they_agree_with_themselves():
-    steady, turning = against(set()), against({0, 1}).suspects(0)
-    found = steady.suspects(0)
-    lowest = steady.values(0).sort_values("value")["id"].tolist()
-    assert found["id"].tolist()[:5] == lowest[:5]
-    assert found.attrs["window"]["weight"] == pytest.approx(4)
-    assert turning.attrs["window"]["weight"] == 0 and turning.attrs["window"]["agreement"] < 0
-    assert turning["suspicion"].nunique() == 1
-
-
-def test_values_of_a_label_that_do_not_agree_do_not_count():
-    ledger, ids = MemoryLedger(["all"]), np.arange(40)
-    alike = np.stack([np.ones(40), np.ones(40), np.ones(40), ids % 2])
-    rng = np.random.default_rng(0)
-    kept, other = rng.normal(size=40), rng.normal(size=40)
-    for step in range(8):  # label 1 is lower, and orders its own anew in the second half
-        values = np.where(ids % 2 == 0, 4 * kept, (kept if step < 4 else other - kept) - 2)
-        ledger.append(StepEntry(step, ids, values[None, None], 0.1, signals=alike))
-    found = ledger.suspects(0)
-    window, found = found.attrs["window"], found.set_index("id")["suspicion"].sort_index()
-    assert window["agreement"] > 0.5 and 0 < window["weight"] < 4 * window["agreement"] ** 2
-    assert found[ids % 2 == 1].nunique() == 1 and found[ids % 2 == 0].nunique() > 1
-
-
-def learning(right: list[float]) -> MemoryLedger:
-    """So many of the given labels are right in each epoch: 10 examples, two labels."""
-    ledger = MemoryLedger(["all"])
-    for epoch, share in enumerate(right):
-        margin = np.where(np.arange(10) < 10 * share, 1.0, -1.0)
-        signals = np.stack([1 - margin / 2, 1 - margin / 2, margin, np.arange(10) % 2])
-        ledger.append(StepEntry(epoch, np.arange(10), np.ones((1, 1, 10)), 0.1, signals=signals))
-    return ledger
-
-
-@pytest.mark.parametrize(
-    "right, since, why",
-    [
-        ([0.3, 0.5, 0.8, 1.0], 2, "from epoch 2"),
-        ([0.7, 0.8, 1.0], 0, "from epoch 0"),
-        ([0.4, 0.5], 0, "all visits"),
-        ([0.9], 0, "all visits"),
-    ],
-)
-def test_the_window_begins_when_the_labels_are_known(right, since, why):
-    window = learning(right).suspects(0).attrs["window"]
-    assert (window["since"], window["until"]) == (since, len(right)) and why in window["why"]
-
-
-@pytest.mark.parametrize(
-    "fitted, several, first",
-    [(0.9, 0.2, [0, 1, 7, 5]), (0.7, 0.2, [7, 5, 6, 3]), (0.9, 0.3, [7, 5, 6, 3])],
-)
-def test_what_is_removed(fitted, several, first, monkeypatch):
-    monkeypatch.setattr("inrun.ledger.suspects.SEVERAL", several)
-    table = pd.DataFrame({
-        "id": range(8), "disagreed": [0.95, 0.92, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05],
-        "el2n": [1.3, 1.2, 0.8, 0.7, 0.6, 0.5, 0.2, 0.1], "loss": 1.0,
-        "label": [0, 1, 0, 0, 1, 1, 0, 0],
-    })  # fmt: skip
-    table.attrs["window"] = {"fitted": fitted}
-    assert removed(table, 3, "noisy").tolist() == [0, 1, 2]
-    assert removed(table, 4, "auto").tolist() == first  # the easiest of each label in turn
-    assert removed(table, 4, "clean").tolist() == [7, 5, 6, 3]

@@ -13,6 +13,7 @@ import pytest
 from inrun.ledger import LedgerError
 from inrun.ledger.entries import Audit, StepEntry
 from inrun.ledger.saved import Store, open_run
+from inrun.ledger.signals import Window
 from inrun.report import embed, render, write_report
 from inrun.report.data import payload
 
@@ -103,6 +104,27 @@ def test_suspects_by_signals_and_epochs(tmp_path, known):
     assert [e["since"] for e in data["epochs"]] == epochs["since"].tolist()
     np.testing.assert_allclose([e["value"] for e in data["epochs"]], epochs["value"])
     json.loads(embed(data))
+
+
+def test_a_window_is_of_values_harm_and_suspects(tmp_path):
+    store, rng = Store.create(tmp_path / "run", {}, ["all"], ["secant"]), np.random.default_rng(0)
+    for step in range(6):
+        ids, values = np.arange(step, step + 8), rng.normal(size=(1, 1, 8))
+        store.append(StepEntry(step, ids, values, 0.1, signals=rng.random((4, 8))))
+    store.close()
+    run = open_run(tmp_path / "run")
+    data = payload(run, window=Window(1, 5, 2.0))
+    wanted = run.values(since=1, until=5, half_life=2.0)
+    assert data["columns"]["id"] == wanted["id"].tolist() and data["examples"] == 11
+    np.testing.assert_allclose(data["columns"]["value"], wanted["value"], rtol=1e-4)
+    harm = run.harm(since=1, until=5)["harm"]
+    np.testing.assert_allclose(data["columns"]["harm"], harm, rtol=1e-4)
+    suspects = run.suspects(since=1, until=5)
+    assert data["window"] == suspects.attrs["window"] and data["window"]["since"] == 1
+    listed = [data["columns"]["id"][i] for i in data["lists"]["suspects"]]
+    assert listed == suspects["id"].tolist()
+    said = "values only from step 1 on, before step 5, half for each 2 steps of age"
+    assert said in data["about"] and said not in payload(run)["about"]
 
 
 def test_payload_says_what_the_tables_say(tmp_path):

@@ -42,7 +42,8 @@ from inrun.torch_compat import DisableTorchFunction, saved_tensors_hooks
 MANY = 2048  # classes: beyond, EL2N and margin (several passes over the logits) are left out
 TOGETHER = 2**24  # logits that are worked on at a time
 UNNORMALISED = 1e-2  # |log Σp| from which the input of nll_loss is no log-probability
-HALF = (torch.float16, torch.bfloat16)
+FEW = 2**14  # logits on a CPU up to which NumPy is faster
+HALF, WIDE = (torch.float16, torch.bfloat16), (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,10 @@ def _signed(x: int) -> int:
 
 
 def _computed(loss: Labelled) -> Tensor:
+    with DisableTorchFunction():
+        few = _few_rows(loss)
+    if few is not None:
+        return few
     with torch.no_grad(), DisableTorchFunction(), no_autocast(loss.logits.device.type):
         return row_signals(loss)
 
@@ -215,6 +220,27 @@ def _rows(z: Tensor, y: Tensor, loss: Labelled) -> Tensor:
     return found.masked_fill_(ignored, 0)
 
 
+def _few_rows(loss: Labelled) -> Tensor | None:
+    """``_rows`` of a small classifier on a CPU, by NumPy: a call of torch takes longer than the
+    arithmetic of some hundred numbers. None for anything else."""
+    z, y = loss.logits, loss.labels
+    small = type(z) is type(y) is Tensor and z.ndim == 2 and z.numel() <= FEW and z.shape[1] > 1
+    small = small and loss.normalised and z.dtype in WIDE and y.dtype == torch.int64
+    if not small or z.device.type != "cpu" or y.device.type != "cpu":
+        return None
+    others, labels = z.detach().numpy().copy(), y.numpy()
+    ignored = labels == loss.ignore
+    at = np.arange(len(labels)), np.where(ignored, 0, labels)
+    found = np.empty((5, len(labels)), others.dtype)
+    own = others[at]
+    others[at] = -np.inf
+    found[0], found[2], found[3], found[4] = own, others.max(1), labels, 1
+    p = np.exp(others)  # of the other labels
+    found[1] = np.sqrt(np.einsum("nc,nc->n", p, p) + np.expm1(own) ** 2)
+    found[:, ignored] = 0
+    return torch.from_numpy(found)
+
+
 def _soft_rows(z: Tensor, t: Tensor, loss: Labelled) -> Tensor:
     """The same for labels that are probabilities [N, C]: they have no margin."""
     z = z.float() if z.dtype in HALF else z
@@ -245,15 +271,23 @@ def _arrived(micro: MicroBatch, rows: Tensor, whose: Layout | Tensor, g: Tensor 
         return
     with torch.no_grad(), DisableTorchFunction():
         g = g.detach()  # one number, or one for each row
+        if g.ndim == 0 and g.device.type == "cpu" and g != 0 and _in_order(micro, rows, whose):
+            micro.signals = rows if micro.signals is None else micro.signals + rows
+            return
         kept = torch.where(g.reshape(rows.shape[1:] if g.ndim else ()) != 0, rows, 0)
         if isinstance(whose, Tensor):
             sums = kept.new_zeros(5, micro.B + 1).index_add_(1, whose, kept.flatten(1))[:, :-1]
-        elif kept.ndim == 2 and kept.shape[1] == micro.B:
+        elif _in_order(micro, kept, whose):
             sums = kept
         else:
             behind = Layout(whose.dim + 1, whose.outer, whose.inner)
             sums = to_rows(kept, behind, micro.B).flatten(2).sum(2).T  # [B, 5, …]
         micro.signals = sums if micro.signals is None else micro.signals + sums.to(micro.signals)
+
+
+def _in_order(micro: MicroBatch, rows: Tensor, whose: Layout | Tensor) -> bool:
+    """Is row k the only one of example k?"""
+    return not isinstance(whose, Tensor) and rows.ndim == 2 and rows.shape[1] == micro.B
 
 
 def of_examples(micros: Sequence[MicroBatch]) -> Tensor | None:
@@ -272,6 +306,8 @@ def of_examples(micros: Sequence[MicroBatch]) -> Tensor | None:
 
 def means(sums: np.ndarray) -> np.ndarray:
     """[4, B] from [5, B]: loss, EL2N, margin and label, the means over the rows of each example."""
+    if (sums[4] == 1).all():
+        return np.stack([-sums[0], sums[1], sums[0] - sums[2], sums[3]])
     count = np.where(sums[4] > 0, sums[4], np.nan)
     own, el2n, other, label = sums[:4] / count
     return np.stack([-own, el2n, own - other, np.where(sums[4] == 1, label, np.nan)])

@@ -15,14 +15,25 @@ from inrun import __version__
 from inrun import open as open_run
 from inrun.bench.command import bench
 from inrun.cli.asking import ask
-from inrun.cli.shared import Estimator, Examples, RunPath, Since, Until, grid, with_examples
+from inrun.cli.shared import (
+    Estimator,
+    Examples,
+    HalfLife,
+    RunPath,
+    Since,
+    Until,
+    grid,
+    with_examples,
+)
 from inrun.cli.suspects import epochs, prune, suspects
 from inrun.console import Force, Json, console, plain_errors, safe, say
 from inrun.console import as_json as json_text
 from inrun.ledger import LedgerError
 from inrun.ledger.command import repair_command
+from inrun.ledger.signals import Window
 from inrun.output import check_output
 from inrun.report import metrics
+from inrun.report.noise import steadiness
 from inrun.reproduce import reproduce
 from inrun.variants.command import variants
 
@@ -108,9 +119,7 @@ def top(
     target: Annotated[str | None, typer.Option(help="Only this target.")] = None,
     since: Since = None,
     until: Until = None,
-    half_life: Annotated[
-        float | None, typer.Option(help="Values of older steps count less: half for so many.")
-    ] = None,
+    half_life: HalfLife = None,
     examples: Examples = None,
     estimator: Estimator = None,
     as_json: Json = False,
@@ -125,8 +134,13 @@ def top(
     table = saved.top(
         n, by.value, target, worst, estimator, since=since, until=until, half_life=half_life
     )
-    table = with_examples(table, examples)
-    say(as_json, table.to_dict("records"), grid(table))
+    table, lines = with_examples(table, examples), Table.grid()
+    lines.add_row(grid(table))
+    if not as_json and by is By.value and target is None:
+        steady = steadiness(saved, estimator, Window(since, until, half_life))
+        if steady is not None:
+            lines.add_row(Text(steady, "dim"))
+    say(as_json, table.to_dict("records"), lines)
 
 
 @app.command()
@@ -192,6 +206,9 @@ def report(
     answers: Annotated[
         Path | None, typer.Option(help="Folder of `inrun ask`; RUN/answers by default.")
     ] = None,
+    since: Since = None,
+    until: Until = None,
+    half_life: HalfLife = None,
     force: Force = False,
     estimator: Estimator = None,
     as_json: Json = False,
@@ -201,16 +218,25 @@ def report(
     Self-contained: no network, opens from disk, can be mailed. With --examples it shows the text or
     image, label and group of each id. Steps of run.batch(ids, tokens=True) show texts shaded by the
     value of each position, in the words of --tokenizer or of a column "tokens" of the examples
-    (a list of strings). Answers of `inrun ask` come with it. An
-    earlier report.html is replaced, any other file only with --force.
+    (a list of strings). Answers of `inrun ask` come with it. --since, --until and --half-life are of
+    values, harm and suspects; audits and epochs are those of the whole run. An earlier report.html
+    is replaced, any other file only with --force.
     """
     from inrun.report import is_report, write_report
 
     file = output or Path("report.html")
     ours = is_report if output is None else lambda path: False
     check_output(file, inputs=[examples], force=force, ours=ours)
+    window = Window(since, until, half_life)
     size = write_report(
-        open_run(run), file, examples, estimator, force or output is None, tokenizer, answers
+        open_run(run),
+        file,
+        examples,
+        estimator,
+        force or output is None,
+        tokenizer,
+        answers,
+        window,
     )
     say(as_json, {"output": str(file), "bytes": size}, f"{safe(file)} ({size / 1e6:.1f} MB)")
 

@@ -24,6 +24,9 @@ Examples = Annotated[
 ]
 Since = Annotated[int | None, typer.Option(help="Only from this step on.")]
 Until = Annotated[int | None, typer.Option(help="Only before this step.")]
+HalfLife = Annotated[
+    float | None, typer.Option(help="Values of older steps count less: half for so many.")
+]
 
 
 def with_examples(table: pd.DataFrame, examples: Path | None) -> pd.DataFrame:

@@ -17,7 +17,7 @@ from inrun import open as open_run
 from inrun.cli.shared import Estimator, Examples, RunPath, Since, Until, grid, with_examples
 from inrun.console import Force, Json, safe, say
 from inrun.ledger import LedgerError
-from inrun.ledger.suspects import SURE, removed
+from inrun.ledger.suspects import SURE, by_values, removed
 from inrun.output import check_output, write_output
 
 
@@ -43,29 +43,28 @@ def suspects(
     examples: Examples = None,
     estimator: Estimator = None,
     values: Annotated[
-        bool, typer.Option(help="Rank by values, too, as far as they agree with themselves.")
+        bool, typer.Option(help="Use what values say, too: for right validation labels.")
     ] = True,
     as_json: Json = False,
 ) -> None:
     """The examples whose labels are most probably wrong.
 
     Ranked by how badly the model fitted them while it learned (loss, EL2N and margin over a window
-    of visits, which is shown) and by their values, as far as these agree with themselves.
-    disagreed: share of these visits at which the model preferred another label; a hard example
-    looks the same. hurts: the target whose loss the example's values raised most. A suspect is a
-    reason to look, not a proof.
+    of visits, which is shown), more so in labels whose badly fitted examples were harmful, and by
+    harm where one label stands out. confidence: of the examples up to this one at least this share
+    is wrong, as their values say. disagreed: share of the visits at which the model preferred
+    another label; a hard example looks the same. hurts: the target whose loss the example's values
+    raised most. A suspect is a reason to look, not a proof.
     """
     table = open_run(run).suspects(estimator, since=since, until=until, values=values)
-    window, sure = table.attrs["window"], int((table["disagreed"] > SURE).sum())
+    window, sure = table.attrs["window"], int((table["confidence"] >= SURE).sum())
     shown = with_examples(table.head(n).drop(columns="label" if examples else []), examples)
     lines = Table.grid()
     lines.add_row(Text(f"visits: steps {window['since']:,} to {window['until'] - 1:,}, "
                        f"{safe(window['why'])}"))  # fmt: skip
-    lines.add_row(Text(f"weight of values: {window['weight']:.2g} of the fit's"))
-    lines.add_row(Text(f"{sure:,} of {len(table):,} examples: the model preferred another label at "
-                       f"more than {SURE:.0%} of their visits"))  # fmt: skip
+    lines.add_row(Text(by_values(window, sure)))
     lines.add_row(grid(shown))
-    data = {"window": window, "disagreed": sure, "examples": len(table)}
+    data = {"window": window, "sure": sure, "examples": len(table)}
     say(as_json, data | {"suspects": shown.to_dict("records")}, lines)
 
 
@@ -84,7 +83,8 @@ def prune(
     by: Annotated[
         Rule,
         typer.Option(
-            help="auto: clear suspects, then the easiest of each label; noisy: the suspects; "
+            help="auto: suspects of whom half or more are wrong by the values, then the easiest "
+            "of each label; noisy: the suspects; "
             "clean: the easiest of each label; harm, value: one end of that ranking."
         ),
     ] = Rule.auto,
@@ -101,9 +101,9 @@ def prune(
 ) -> None:
     """Write the ids to keep after removing a share of the examples.
 
-    By default suspects about whom the model disagreed at more than 90 % of the visits go first, if
-    it fits most other labels and they are not just a few; then the examples that it fitted most
-    easily, an equal share of each label. --by noisy is for no more than the share of wrong labels.
+    By default the suspects go first as far as at least half of them are wrong by their values (of
+    clean data none), then the examples that the model fitted most easily, an equal share of each
+    label. --by noisy is for no more than the share of wrong labels.
     --by value removes those of lowest value, for comparison only: on clean SST-2 that was worse
     than --which random.
     Examples that were never scored are kept: nothing is known against them.

@@ -166,18 +166,20 @@ class RunTables:
         self, estimator: str | None = None, *, since: int | None = None, until: int | None = None,
         values: bool = True,
     ) -> pd.DataFrame:  # fmt: skip
-        """One row per example, the most suspicious label first: id, suspicion, disagreed, the means
-        of loss, EL2N and margin over a window of visits, visits, label and, with several targets,
-        the target whose loss its values raised most (``hurts``).
+        """One row per example, the most suspicious label first: id, suspicion, confidence,
+        disagreed, the means of loss, EL2N and margin over a window of visits, visits, label and,
+        with several targets, the target whose loss its values raised most (``hurts``).
 
         ``suspicion`` is the share of examples that are no more suspicious: ranked by how badly the
-        model fitted them and, as far as these agree with themselves, by their values
-        (docs/method.md). ``disagreed`` is the share of the visits at which the model preferred
-        another label: no probability that the label is wrong, a hard example looks the same.
+        model fitted them, more so in labels whose badly fitted examples were harmful, and by harm
+        where one label stands out (docs/method.md). ``confidence``: of the examples up to this one
+        at least this share is wrong, as their values say; NaN without values. ``disagreed`` is the
+        share of the visits at which the model preferred another label: no probability that the
+        label is wrong, a hard example looks the same.
         ``values=False``: by the fit alone, where validation labels are not to be trusted or of
         another kind of data. The window is chosen by what the run shows, unless ``since`` or
-        ``until`` are given; ``suspects().attrs["window"]`` says which it is and why, and the weight
-        of values.
+        ``until`` are given; ``suspects().attrs["window"]`` says which it is and why, and what the
+        values said.
         """
         window = Window(since, until)
         return self._settled().suspects(self._index(estimator), window, values)

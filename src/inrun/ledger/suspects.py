@@ -1,30 +1,46 @@
 """Which labels are probably wrong, and which examples a training can do without.
 
-Made of two things that a run knows of each visit (signals.py, tables.py):
+Made of two things that a run knows of each visit (signals.py, tables.py), over a window of visits:
 
-* how badly the model fitted the example while it learned: the mean of its z-scores by loss, EL2N
-  and margin (minus), each averaged over a window of visits. This finds labels that the model does
-  not come to believe;
-* its values, each divided by the spread of its step: Σ −value/spread, as a z-score, where that is
-  above 0. This finds labels that the model learns to believe and that hurt it (many of one label
-  given another one).
+* fit: how badly the model fitted the example while it learned, the mean of its z-scores by loss,
+  EL2N and margin (minus). This finds labels that the model does not come to believe;
+* harm: Σ −value/spread of its step, as a z-score. This finds labels that the model learns to
+  believe and that hurt it (many of one label given another one).
 
-How far values can be trusted differs: with few validation rows they are noise. So they count
-``VALUES``·ρ² as much as the first, ρ being the correlation, over examples, of the values in the
-first half of the window with those in the second; or over the examples of the same label, where
-that is lower. That the validation labels are right, and of the same kind as the training's, is
-assumed.
+What joins them is r, the correlation of the two among the examples of a label. Hard examples with
+the right label help more than easy ones, so r is below 0 where labels are right; wrong ones fit
+badly and hurt, so r is above 0 where there are some. It differs between labels for other reasons,
+too (few validation rows of a label, or hard ones). So a label stands out if its r is far above the
+mean of the others, counted in spreads (of the others' r, at least ``SPREAD``), by the values of
+both halves of the window: s rises from 0 to 1 between the two of ``STANDS``. Where no label does,
+wrong ones are spread evenly, or values are noise, and the fit alone is best. With s the highest of
+all labels, and for those that do not stand out the mean of their r,
+
+    score = (1 + s r) · (fit − its lowest) + VALUES · ρ² · s of the label · harm⁺.
+
+ρ is how far values agree with themselves: the correlation, over the examples of the label (or over
+all, where that is lower), of those in the first half of the window with those in the second.
+
+Confidence: if an example's label is right, its harm is as likely below its label's median as above
+(and more likely, if it is hard). So of the k that fit worst, those above it less those below are
+wrong, at least; less two standard errors, 2√k, they are the confidence for the first k of the
+list. It does not count harm where that made the ranking, which would find what it has sought.
+
+Both assume that the validation labels are right and of the same kind as the training's, and the
+confidence that in no label more than half are wrong.
 
 Before the model knows the labels the signals say how frequent a label is; so the window begins with
 the first epoch in which the model got the given labels right clearly more often than the most
-frequent label would, and goes on to the end. Rules and constants were chosen on seeds 0 and 1 and
-measured on others; docs/method.md says where they lose, and to whom (benchmarks/suspects.py).
+frequent label would, and goes on to the end. docs/method.md says on what rules and constants were
+chosen, and where they lose, and to whom (benchmarks/suspects.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -33,33 +49,34 @@ from inrun.ledger import LedgerError
 from inrun.ledger.signals import SHOWN, Window
 
 LEARNED = 0.1  # of the way from the most frequent label's share to that of the best epoch
-VALUES = 4.0  # weight of values that are the same in both halves of the window
-FEWEST = 10  # examples that were scored in both halves, for a correlation
-SURE = 0.9  # share of visits at which the model preferred another label, to be removed first ...
-FITTED = 0.8  # ... where it gets so many of the given labels right in its last epoch ...
-SEVERAL = 0.03  # ... and such suspects are so many of the examples: a few are hard examples
+VALUES = 8.0  # weight of values that are the same in both halves of the window
+SPREAD, STANDS = 0.3, (1.25, 2.0)  # r differs by 0.4 between labels of clean digits
+FEWEST = 10  # examples that were scored, for a correlation
+SURE = 0.5  # confidence of the suspects that are removed first, at least
 History = Callable[[Window], Iterable[pd.DataFrame]]  # step, id, loss, el2n, margin, label
 Values = Callable[[Window], pd.Series]  # Σ −value/spread by id
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The visits that a list of suspects is made of, in steps, and why these; the share of labels
-    that the model got right in the last epoch; how much values count."""
+    """The visits that a list of suspects is made of, in steps, and why these; what the values
+    say."""
 
     since: int
     until: int
     why: str
-    fitted: float
     agreement: float | None = None  # of values in both halves, a correlation
+    hurt: float | None = None  # correlation of bad fit and harm, over all examples
+    stands_out: float = 0.0  # from 0 to 1: how far it is another in one label, ...
+    label: float | None = None  # ... which is this one
     weight: float = 0.0  # of values, the mean over examples
 
 
 def suspects_table(
     history: History, epochs: pd.DataFrame, window: Window, values: Values | None = None
 ) -> pd.DataFrame:
-    """One row per example, most suspicious first: id, suspicion, disagreed, the means of loss,
-    EL2N and margin, visits, label. ``attrs["window"]`` says which visits count."""
+    """One row per example, most suspicious first: id, suspicion, confidence, disagreed, the means
+    of loss, EL2N and margin, visits, label. ``attrs["window"]`` says which visits count."""
     chosen = _chosen(history, epochs, window)
     total = pd.DataFrame(columns=["id", *_SUMMED, "low", "high"])
     for batch in history(Window(chosen.since, chosen.until)):
@@ -74,46 +91,110 @@ def suspects_table(
         total[name] = total[name] / total["visits"]
     total["label"] = total["low"].where(total["low"] == total["high"])
     scores = pd.concat([_z(total["loss"]), _z(total["el2n"]), -_z(total["margin"])], axis=1)
-    score = scores.mean(axis=1)
-    if values is not None:
-        score, chosen = _with_values(score, total, values, chosen)
-    total["suspicion"] = score.rank() / max(1, len(total))
-    found = total[["id", "suspicion", "disagreed", *SHOWN, "visits", "label"]]
+    fit = scores.mean(axis=1)
+    seen = None if values is None else _seen(total, values, chosen)
+    if seen is None:
+        total["suspicion"], total["confidence"] = fit.rank(), float("nan")
+    else:
+        score, total["confidence"], chosen = _joined(fit, total["label"], seen, chosen)
+        total["suspicion"] = score.rank()
+    total["suspicion"] /= max(1, len(total))
+    found = total[["id", "suspicion", "confidence", "disagreed", *SHOWN, "visits", "label"]]
     found = found.sort_values(["suspicion", "id"], ascending=[False, True], ignore_index=True)
     found.attrs["window"] = asdict(chosen)
     return found
 
 
-def _with_values(
-    score: pd.Series, total: pd.DataFrame, values: Values, chosen: Choice
-) -> tuple[pd.Series, Choice]:
-    """The score with what the values say, weighted by how well they agree with themselves."""
+def _seen(total: pd.DataFrame, values: Values, chosen: Choice) -> pd.DataFrame | None:
+    """Harm in both halves of the window, a and b; None where these do not tell anything."""
     middle = (chosen.since + chosen.until) // 2
     if not chosen.since < middle < chosen.until:
-        return score, chosen
+        return None
     halves = [Window(chosen.since, middle), Window(middle, chosen.until)]
     both = pd.concat([values(w).reindex(total["id"]) for w in halves], axis=1, keys=["a", "b"])
     both.index = total.index
-    agreement = _agreement(both)
-    if agreement is None:
-        return score, chosen
-    rho = pd.Series(max(0.0, agreement), total.index)
-    for _, own in both.groupby(total["label"]):
-        within = _agreement(own)
-        if within is not None:
-            rho[own.index] = rho[own.index].clip(upper=max(0.0, within))
-    against = _z(both.sum(axis=1, min_count=1)).clip(lower=0.0).fillna(0.0)
-    weight = VALUES * rho**2
-    chosen = replace(chosen, agreement=agreement, weight=float(weight.mean()))
-    return score + weight * against, chosen
+    return None if math.isnan(_correlation(both["a"], both["b"])) else both
 
 
-def _agreement(both: pd.DataFrame) -> float | None:
-    """The correlation of two columns; None where too few examples have both."""
-    known = both.dropna()
-    if len(known) < FEWEST or not (known.std() > 0).all():
-        return None
-    return float(known["a"].corr(known["b"]))
+def _joined(
+    fit: pd.Series, label: pd.Series, both: pd.DataFrame, chosen: Choice
+) -> tuple[pd.Series, pd.Series, Choice]:
+    """The score (see above), the confidence, and what the choice was made of."""
+    harm = both.sum(axis=1, min_count=1)
+    codes = pd.factorize(label, use_na_sentinel=False)[0]
+    groups = [np.flatnonzero(codes == c) for c in range(codes.max() + 1)]
+    r = np.array([[_correlation(fit.iloc[at], x.iloc[at]) for at in groups]
+                  for x in (harm, both["a"], both["b"])])  # fmt: skip
+    apart, (low, high) = np.minimum(_apart(r[1]), _apart(r[2])), STANDS
+    stands = np.clip((apart - low) / (high - low), 0, 1)
+    agreement = _correlation(both["a"], both["b"])
+    harm, most, factor = _z(harm), stands.max(), pd.Series(1.0, fit.index)
+    median, weight = pd.Series(np.nan, fit.index), pd.Series(0.0, fit.index)
+    others = r[0][(stands == 0) & np.isfinite(r[0])]
+    r[0][stands == 0] = others.mean() if len(others) else 0.0
+    for at, own, alone in zip(groups, r[0], stands, strict=True):
+        median.iloc[at] = harm.iloc[at].median()
+        factor.iloc[at] += most * own
+        rho = np.nan_to_num(_correlation(both["a"].iloc[at], both["b"].iloc[at]))
+        weight.iloc[at] = VALUES * alone * max(0.0, min(agreement, rho)) ** 2
+
+    score = (fit - fit.min()) * factor + weight * harm.clip(lower=0.0).fillna(0.0)
+    which = label.iloc[groups[int(stands.argmax())][0]]
+    hurt = _correlation(fit, harm)
+    chosen = replace(
+        chosen, agreement=agreement, hurt=None if math.isnan(hurt) else hurt,
+        stands_out=float(most), label=float(which) if most > 0 else None,
+        weight=float(weight.mean()),
+    )  # fmt: skip
+    return score, _confidence(score, fit, harm - median), chosen
+
+
+def _apart(r: np.ndarray) -> np.ndarray:
+    """How far each label's r is above the mean of the others, in spreads of these."""
+    found = np.zeros(len(r))
+    for c in np.flatnonzero(np.isfinite(r)):
+        others = np.delete(r, c)
+        others = others[np.isfinite(others)]
+        if len(others):
+            found[c] = (r[c] - others.mean()) / max(SPREAD, others.std())
+    return found
+
+
+def _confidence(score: pd.Series, fit: pd.Series, above: pd.Series) -> pd.Series:
+    """The least share of wrong labels among the examples up to each one in the ranking by score.
+
+    ``above``: how far harm is above the median of the label. The share is taken to fall along the
+    ranking: what holds of the first k holds of the first few of these.
+    """
+    k = np.arange(1, len(score) + 1)
+    worst = np.argsort(-fit.to_numpy(), kind="stable")
+    least = (np.nan_to_num(np.sign(above.to_numpy()))[worst].cumsum() - 2 * np.sqrt(k)) / k
+    found = np.empty(len(k))
+    order = np.argsort(-score.to_numpy(), kind="stable")
+    found[order] = np.maximum.accumulate(least[::-1])[::-1].clip(0.0, 1.0)
+    return pd.Series(found, score.index)
+
+
+def _correlation(a: pd.Series, b: pd.Series) -> float:
+    """NaN where too few examples have both, or all are alike."""
+    known = a.notna() & b.notna()
+    a, b = a[known], b[known]
+    return float(a.corr(b)) if len(a) >= FEWEST and a.std() > 0 and b.std() > 0 else math.nan
+
+
+def by_values(window: dict[str, Any], sure: int) -> str:
+    """One line about what the values said of a list of suspects: its ``attrs["window"]``, and of
+    how many of the first at least half are wrong."""
+    if window["hurt"] is None:
+        return "values: not used"
+    most = f"at least half of the first {sure:,} are wrong" if sure else "none is sure to be wrong"
+    alone = "no label stands out"
+    if window["label"] is not None:
+        alone = f"label {window['label']:g} stands out ({window['stands_out']:.0%})"
+    return (
+        f"values: {most}; bad fit and harm correlate by {window['hurt']:+.2f}, {alone}, "
+        f"weight of harm {window['weight']:.2g}"
+    )
 
 
 def _z(x: pd.Series) -> pd.Series:
@@ -155,39 +236,35 @@ def _chosen(history: History, epochs: pd.DataFrame, window: Window) -> Choice:
     at = np.searchsorted(epochs["since"].to_numpy(), table["step"].to_numpy(), side="right") - 1
     sums = table.groupby(at)[["right", "n"]].sum()
     share = sums["right"] / sums["n"]
-    fitted = float(share.iloc[-1])
     if not window.whole:
-        return Choice(since, until, "the steps that were asked for", fitted)
+        return Choice(since, until, "the steps that were asked for")
     frequent = float(labels.max() / labels.sum()) if len(labels) else float("nan")
     best = float(share.max())
     if not best > frequent or len(share) < 2:
         why = "all visits: the run shows no epoch from which labels are known"
-        return Choice(since, until, why, fitted)
+        return Choice(since, until, why)
     first = int(share.index[share >= frequent + LEARNED * (best - frequent)][0])
     why = (
         f"from epoch {first} of 0 to {int(at.max())} on: it is the first in which the model got "
         f"clearly more of the given labels right ({share[first]:.0%}; best epoch {best:.0%}) than "
         f"the most frequent label would ({frequent:.0%})"
     )
-    return Choice(max(since, int(epochs["since"].iloc[first])), until, why, fitted)
+    return Choice(max(since, int(epochs["since"].iloc[first])), until, why)
 
 
 def removed(table: pd.DataFrame, n: int, rule: str) -> np.ndarray:
     """Positions of n rows of ``suspects_table`` to remove, the first to go first.
 
     ``noisy``: the most suspicious. ``clean``: the easiest (lowest EL2N, or loss), an equal share of
-    each label. ``auto``: suspects about whom the model disagreed at more than ``SURE`` of the
-    visits, if it fits the other labels (``FITTED``: before, it disagrees about hard examples) and
-    they are not just a few (``SEVERAL``: about 1 % of clean digits were), then the easiest. Never
-    the lowest values: on clean SST-2 that was worse than removing at random. ``noisy`` is for no
-    more than the share of wrong labels: beyond, it removes hard examples and did worse than random.
+    each label. ``auto``: the suspects of whom at least ``SURE`` are wrong by the values, of clean
+    data none, then the easiest. Never the lowest values: on clean SST-2 that was worse than
+    removing at random. ``noisy`` is for no more than the share of wrong labels: beyond, it removes
+    hard examples and did worse than random.
     """
     order = np.arange(len(table))  # the most suspicious first
     if rule == "noisy":
         return order[:n]
-    sure = (table["disagreed"] > SURE).to_numpy(copy=True)
-    fits = table.attrs["window"]["fitted"] >= FITTED
-    sure &= rule == "auto" and fits and sure.mean() >= SEVERAL
+    sure = (table["confidence"] >= SURE).to_numpy(copy=True) & (rule == "auto")
     rest = table[~sure]
     by = rest["el2n"] if rest["el2n"].notna().all() else rest["loss"]
     labels = rest["label"].fillna(-1)

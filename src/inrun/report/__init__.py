@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from inrun.ledger.saved import SavedRun
+from inrun.ledger.signals import WHOLE, Window
 from inrun.output import check_output, write_output
 from inrun.report.data import payload
 from inrun.report.render import embed, render
@@ -23,11 +24,13 @@ def write_report(
     replace: bool = True,
     tokenizer: Tokenizer | None = None,
     answers: str | Path | None = None,
+    window: Window = WHOLE,
 ) -> int:
     """Write the report of a run, at once or not at all; returns its size in bytes.
 
     ``tokenizer`` gives the text of input ids where the run has values of positions: "bytes", a
-    tokenizer of transformers (folder or name), or a function of a list of ids.
+    tokenizer of transformers (folder or name), or a function of a list of ids. ``window``: values,
+    harm and suspects of these steps alone.
 
     ``answers`` is a folder of ``inrun.ask``; without it the report shows those in the folder
     "answers" of the run, if there are any.
@@ -39,7 +42,7 @@ def write_report(
     inputs = [] if examples is None else [Path(examples)]
     check_output(file, inputs=inputs, force=replace)
     folder = None if answers is None else Path(answers)
-    data = payload(run, examples, estimator, tokenizer, folder)
+    data = payload(run, examples, estimator, tokenizer, folder, window)
     page = render(data).encode("utf-8", "replace")  # half a surrogate
     return write_output(file, page, replace)
 

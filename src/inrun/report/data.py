@@ -10,10 +10,12 @@ import numpy as np
 import pandas as pd
 
 from inrun.ledger.saved import SavedRun
-from inrun.ledger.signals import shown_names
+from inrun.ledger.signals import WHOLE, Window, shown_names
+from inrun.ledger.suspects import SURE, by_values
 from inrun.report.answers import section
 from inrun.report.examples import load_examples, load_tokens
 from inrun.report.facts import cards, collect
+from inrun.report.noise import in_words
 from inrun.report.tokens import Tokenizer, shaded
 
 SHOWN = 200  # best, worst and suspects that come with their text or image, each
@@ -31,14 +33,14 @@ def payload(
     estimator: str | None = None,
     tokenizer: Tokenizer | None = None,
     answers: Path | None = None,
+    window: Window = WHOLE,
 ) -> dict[str, Any]:
-    """Everything the page needs, ready for JSON."""
-    values, steps = saved.values(estimator), saved.steps(estimator)
+    """Everything the page needs, ready for JSON; values, harm and suspects of the ``window``."""
+    steps = saved.steps(estimator)
     keys = {t: f"target {q}" for q, t in enumerate(saved.targets)}  # one may be called "label"
-    values = values.rename(columns={t: k for t, k in keys.items() if len(keys) > 1})
-    values = values.merge(saved.harm(estimator), on="id", how="left")
+    values = _values(saved, estimator, keys, window)
     best, worst, harmful = _lists(values)
-    suspects, window = _suspects(saved, estimator, values, harmful)
+    suspects, visits, said = _suspects(saved, estimator, values, harmful, window)
     shown = np.unique(np.concatenate([best, worst, suspects]))
     content = pd.DataFrame(columns=["text", "image"])
     values["label"], values["group"] = None, None
@@ -58,15 +60,17 @@ def payload(
     facts = collect(saved, values, steps, estimator)
     return {
         "title": saved.path.resolve().name,
-        "about": _about(saved, facts),
+        "about": [*_about(saved, facts), _only(window)],
         "cards": cards(facts),
         "targets": saved.targets,
         "examples": len(values),
         "columns": _columns(values.iloc[listed]),
-        "window": window,
+        "window": visits,
+        "values_said": said,
         "epochs": _epochs(saved.epochs(estimator)),
         "lists": {name: [where[int(i)] for i in rows] for name, rows in lists.items()},
         "content": {str(where[int(i)]): c for i in shown if (c := _content(content, int(i)))},
+        "steady": in_words(facts),
         "histogram": _histogram(values["value"].dropna().to_numpy()),
         "audit": _audit(steps),
         "answers": section(saved, answers, examples, tokenizer),
@@ -74,6 +78,16 @@ def payload(
         "by": {name: t for name in ("group", "label") if (t := _by(values, name))},
         "heat": [h for name in ("group", "label") if (h := _heat(values, keys, name))],
     }
+
+
+def _values(
+    saved: SavedRun, estimator: str | None, keys: dict[str, str], window: Window
+) -> pd.DataFrame:
+    """Values and harm; targets have their ``keys`` as names."""
+    since, until, half_life = window.since, window.until, window.half_life
+    values = saved.values(estimator, since=since, until=until, half_life=half_life)
+    values = values.rename(columns={t: k for t, k in keys.items() if len(keys) > 1})
+    return values.merge(saved.harm(estimator, since=since, until=until), on="id", how="left")
 
 
 def _tokens(examples: str | Path | None, ids: Any) -> Any:
@@ -107,16 +121,28 @@ def _lists(values: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _suspects(
-    saved: SavedRun, estimator: str | None, values: pd.DataFrame, harmful: np.ndarray
-) -> tuple[np.ndarray, dict[str, Any] | None]:
-    """Positions of the most suspicious, and the visits that the ranking is made of; the most
-    harmful where the run has no signals."""
+    saved: SavedRun, estimator: str | None, values: pd.DataFrame, harmful: np.ndarray,
+    window: Window,
+) -> tuple[np.ndarray, dict[str, Any] | None, str]:  # fmt: skip
+    """Positions of the most suspicious, the visits that the ranking is made of, and what values
+    say about it; the most harmful where the run has no signals."""
     loss = shown_names(saved.targets)[0]
     if loss not in values or values[loss].isna().all():
-        return harmful, None
-    ranked = saved.suspects(estimator)
+        return harmful, None, ""
+    ranked = saved.suspects(estimator, since=window.since, until=window.until)
     at = pd.Series(np.arange(len(values)), index=values["id"])
-    return at.reindex(ranked["id"].head(SHOWN)).to_numpy(), ranked.attrs["window"]
+    visits, sure = ranked.attrs["window"], int((ranked["confidence"] >= SURE).sum())
+    said = f"By their {by_values(visits, sure)}."
+    return at.reindex(ranked["id"].head(SHOWN)).to_numpy(), visits, said
+
+
+def _only(window: Window) -> str:
+    """What the page says of a window."""
+    parts = [] if window.since is None else [f"from step {window.since:,} on"]
+    parts += [] if window.until is None else [f"before step {window.until:,}"]
+    if window.half_life is not None:
+        parts.append(f"half for each {window.half_life:g} steps of age")
+    return f"values only {', '.join(parts)}" if parts else ""
 
 
 def _epochs(table: pd.DataFrame) -> list[dict[str, Any]]:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from inrun.ledger.saved import SavedRun
+from inrun.ledger.signals import Window
 from inrun.ledger.tables import HALVES
 from inrun.report.metrics import spearman
 
@@ -44,6 +46,16 @@ def noise(targets: Sequence[str], values: pd.DataFrame, validation: Any) -> dict
         "halves_agree": r,
         "steadiness": None if r is None else (2 * r / (1 + r) if r > 0 else r),
     }
+
+
+def steadiness(saved: SavedRun, estimator: str | None, window: Window) -> str | None:
+    """The same in one line for a ranking of some steps; None where the run has no halves."""
+    if not any(t.endswith(HALVES) for t in saved.targets):
+        return None
+    since, until, half_life = window.since, window.until, window.half_life
+    values = saved.values(estimator, since=since, until=until, half_life=half_life)
+    found = in_words(noise(saved.targets, values, None))
+    return f"steadiness of the ranking by value: {found}"
 
 
 def in_words(f: dict[str, Any]) -> str:

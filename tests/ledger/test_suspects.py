@@ -1,0 +1,168 @@
+"""Suspects by fit and values, how sure they are, and what is removed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from inrun.ledger.entries import MemoryLedger, StepEntry
+from inrun.ledger.suspects import SPREAD, STANDS, VALUES, removed
+
+LABELS, EACH, STEPS = 4, 60, 8
+
+
+def run(wrong: np.ndarray, fits: float = 2.0, turn: bool = False) -> MemoryLedger:
+    """Every example in every step. Hard examples (high loss) help, wrong ones hurt and have a loss
+    that is higher by ``fits``. ``turn``: values change their sign in the middle."""
+    rng, n = np.random.default_rng(1), LABELS * EACH
+    hard = np.abs(rng.normal(size=n))
+    loss = 0.2 + hard + fits * wrong
+    ledger = MemoryLedger(["all"])
+    for step in range(STEPS):
+        signals = np.stack([loss, 1 - np.exp(-loss), 2 - loss, np.arange(n) % LABELS])
+        values = np.where(wrong, -2.0, 0.5 * hard - 0.3) + 0.4 * rng.normal(size=n)
+        values *= -1 if turn and step >= STEPS // 2 else 1
+        entry = StepEntry(step, np.arange(n), values[None, None], 0.1, signals=signals)
+        ledger.append(entry)
+    return ledger
+
+
+def spread_evenly(share: float) -> np.ndarray:
+    return np.random.default_rng(2).random(LABELS * EACH) < share
+
+
+def in_label(label: int, share: float) -> np.ndarray:
+    return spread_evenly(share) & (np.arange(LABELS * EACH) % LABELS == label)
+
+
+def auroc(found: pd.DataFrame, wrong: np.ndarray) -> float:
+    score = found.set_index("id")["suspicion"].sort_index().to_numpy()
+    return float((score[wrong][:, None] > score[~wrong]).mean())
+
+
+def test_values_count_where_a_label_stands_out():
+    wrong = in_label(2, 0.25)
+    ledger = run(wrong, fits=0.5)
+    found, fit = ledger.suspects(0), ledger.suspects(0, values=False)
+    window = found.attrs["window"]
+    assert window["label"] == 2 and window["stands_out"] == 1 and window["weight"] > 0
+    assert auroc(found, wrong) > 0.99 > 0.9 > auroc(fit, wrong)
+    assert fit.attrs["window"]["hurt"] is None and fit["confidence"].isna().all()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.15])
+def test_values_do_not_count_where_labels_are_alike(share):
+    ledger = run(spread_evenly(share))
+    found, fit = ledger.suspects(0), ledger.suspects(0, values=False)
+    assert found.attrs["window"]["weight"] == 0 and found.attrs["window"]["label"] is None
+    assert found["id"].tolist() == fit["id"].tolist()
+    assert (found.attrs["window"]["hurt"] > 0) == (share > 0)
+
+
+def test_values_that_turn_do_not_count():
+    found = run(in_label(2, 0.25), fits=0.5, turn=True).suspects(0)
+    assert found.attrs["window"]["agreement"] < 0 and found.attrs["window"]["weight"] == 0
+
+
+def test_the_score_is_the_formula():
+    ledger = run(in_label(2, 0.25), fits=0.5)
+    found = ledger.suspects(0).set_index("id").sort_index()
+    n, label = LABELS * EACH, np.arange(LABELS * EACH) % LABELS
+    means, history = ledger.values(0), ledger.history(0)
+
+    def z(x):
+        return (np.asarray(x) - np.mean(x)) / np.std(x)
+
+    fit = (z(means["loss"]) + z(means["el2n"]) - z(means["margin"])) / 3
+    halves = np.zeros((2, n))
+    for step in range(STEPS):
+        values = history[history["step"] == step].sort_values("id")["value"].to_numpy()
+        halves[int(step >= STEPS // 2)] -= values / values.std()
+    harm = z(halves.sum(0))
+
+    def r(of, c):
+        return np.corrcoef(fit[label == c], of[label == c])[0, 1]
+
+    s = np.ones(LABELS)
+    for half in halves:
+        for c in range(LABELS):
+            others = [r(half, d) for d in range(LABELS) if d != c]
+            apart = (r(half, c) - np.mean(others)) / max(SPREAD, np.std(others))
+            s[c] = min(s[c], np.clip((apart - STANDS[0]) / (STANDS[1] - STANDS[0]), 0, 1))
+    score = np.zeros(n)
+    for i in range(n):
+        c = label[i]
+        rho = min(np.corrcoef(halves)[0, 1], np.corrcoef(halves[:, label == c])[0, 1])
+        like = [c] if s[c] else np.flatnonzero(s == 0)
+        score[i] = (1 + s.max() * np.mean([r(harm, d) for d in like])) * (fit[i] - fit.min())
+        score[i] += VALUES * max(0, rho) ** 2 * s[c] * max(0, harm[i])
+    np.testing.assert_allclose(found["suspicion"], pd.Series(score).rank() / n, rtol=1e-9)
+
+
+@pytest.mark.parametrize("label", [np.nan, 0.0])
+def test_without_labels_the_fit_ranks(label):
+    """Documents have none; one label cannot stand out. Fits that are all alike say nothing."""
+    rng, ledger, same = np.random.default_rng(3), MemoryLedger(["all"]), MemoryLedger(["all"])
+    loss = rng.random(30)
+    for step in range(4):
+        values = rng.normal(size=(1, 1, 30))
+        for to, fit in ((ledger, loss), (same, np.ones(30))):
+            signals = np.stack([fit, fit, -fit, np.full(30, label)])
+            to.append(StepEntry(step, np.arange(30), values, 0.1, signals=signals))
+    found = ledger.suspects(0)
+    assert found["id"].tolist() == np.argsort(-loss).tolist() and found["confidence"].notna().all()
+    assert found.attrs["window"]["label"] is None and found.attrs["window"]["weight"] == 0
+    assert same.suspects(0).attrs["window"]["hurt"] is None
+    assert same.suspects(0)["suspicion"].nunique() == 1
+
+
+@pytest.mark.parametrize("kind", ["evenly", "one label", "clean"])
+def test_confidence_is_at_most_the_share_of_wrong_labels(kind):
+    wrong = {"evenly": spread_evenly(0.2), "one label": in_label(1, 0.3),
+             "clean": spread_evenly(0.0)}[kind]  # fmt: skip
+    found = run(wrong).suspects(0)
+    share = wrong[found["id"]].cumsum() / np.arange(1, len(found) + 1)
+    confidence = found["confidence"].to_numpy()
+    assert (np.diff(confidence) <= 0).all() and ((confidence >= 0) & (confidence <= 1)).all()
+    assert (confidence <= share + 0.05).all()
+    if kind == "clean":
+        assert (confidence < 0.05).all()
+    else:
+        assert confidence[5] > 0.25 and confidence[-1] == 0
+
+
+def learning(right: list[float]) -> MemoryLedger:
+    """So many of the given labels are right in each epoch: 10 examples, two labels."""
+    ledger = MemoryLedger(["all"])
+    for epoch, share in enumerate(right):
+        margin = np.where(np.arange(10) < 10 * share, 1.0, -1.0)
+        signals = np.stack([1 - margin / 2, 1 - margin / 2, margin, np.arange(10) % 2])
+        ledger.append(StepEntry(epoch, np.arange(10), np.ones((1, 1, 10)), 0.1, signals=signals))
+    return ledger
+
+
+@pytest.mark.parametrize(
+    "right, since, why",
+    [
+        ([0.3, 0.5, 0.8, 1.0], 2, "from epoch 2"),
+        ([0.7, 0.8, 1.0], 0, "from epoch 0"),
+        ([0.4, 0.5], 0, "all visits"),
+        ([0.9], 0, "all visits"),
+    ],
+)
+def test_the_window_begins_when_the_labels_are_known(right, since, why):
+    window = learning(right).suspects(0).attrs["window"]
+    assert (window["since"], window["until"]) == (since, len(right)) and why in window["why"]
+
+
+@pytest.mark.parametrize("confidence, first", [(0.6, [0, 1, 7, 5]), (0.4, [7, 5, 6, 3])])
+def test_what_is_removed(confidence, first):
+    table = pd.DataFrame({
+        "id": range(8), "confidence": [confidence] * 2 + [0.1] * 6,
+        "el2n": [1.3, 1.2, 0.8, 0.7, 0.6, 0.5, 0.2, 0.1], "loss": 1.0,
+        "label": [0, 1, 0, 0, 1, 1, 0, 0],
+    })  # fmt: skip
+    assert removed(table, 3, "noisy").tolist() == [0, 1, 2]
+    assert removed(table, 4, "auto").tolist() == first  # the easiest of each label in turn
+    assert removed(table, 4, "clean").tolist() == [7, 5, 6, 3]
