@@ -218,9 +218,9 @@ def report(
     Self-contained: no network, opens from disk, can be mailed. With --examples it shows the text or
     image, label and group of each id. Steps of run.batch(ids, tokens=True) show texts shaded by the
     value of each position, in the words of --tokenizer or of a column "tokens" of the examples
-    (a list of strings). Answers of `inrun ask` come with it. --since, --until and --half-life are of
-    values, harm and suspects; audits and epochs are those of the whole run. An earlier report.html
-    is replaced, any other file only with --force.
+    (a list of strings). Answers of `inrun ask` come with it. --since, --until and --half-life are
+    of values, harm and suspects; audits and epochs are those of the whole run. An earlier
+    report.html is replaced, any other file only with --force.
     """
     from inrun.report import is_report, write_report
 
