@@ -54,6 +54,7 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        new = False
         for t in tree_leaves((args, kwargs, out)):
             t = getattr(t, "_local_tensor", t)
             if isinstance(t, torch.Tensor):
@@ -61,7 +62,9 @@ class Live(TorchDispatchMode):
                 known = self._known.get(storage._cdata)
                 if known is None or known.expired():
                     self._known[storage._cdata] = StorageWeakRef(storage)
-        self.peak = max(self.peak, self._bytes())
+                    new = True
+        if new:
+            self.peak = max(self.peak, self._bytes())
         return out
 
     def _bytes(self) -> int:
@@ -140,7 +143,7 @@ def measured(ranks: int, watch: bool, options: Any) -> tuple[int, dict[str, int]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    for name, default in (("width", 512), ("layers", 8), ("length", 32), ("batch", 2)):
+    for name, default in (("width", 256), ("layers", 8), ("length", 32), ("batch", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--ranks", type=int, nargs="+", default=(2, 4))
     parser.add_argument("--out", type=Path, default=RESULTS / "sharded_memory-cpu.json")
