@@ -224,7 +224,7 @@ def trained(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, default in (("width", 128), ("layers", 4), ("length", 64), ("batch", 4),
-                          ("steps", 30), ("warm", 6)):  # fmt: skip
+                          ("steps", 20), ("warm", 6)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--out", type=Path, default=RESULTS / "distributed-cpu.json")
