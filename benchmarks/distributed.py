@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -223,11 +224,12 @@ def trained(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, default in (("width", 128), ("layers", 4), ("length", 64), ("batch", 4),
-                          ("steps", 30), ("warm", 6)):  # fmt: skip
+                          ("steps", 20), ("warm", 6)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--out", type=Path, default=RESULTS / "distributed-cpu.json")
     options = parser.parse_args()
+    load = os.getloadavg()[0]  # of other programs: what it took is told beside the throughput
     runs = []
     for ranks in options.ranks:
         with tempfile.TemporaryDirectory() as folder:
@@ -238,7 +240,8 @@ def main() -> None:
             runs.append({"ranks": ranks, "rows": rows, "sharded": sharded})
         print(json.dumps(runs[-1], indent=1))
     shown = {k: v for k, v in vars(options).items() if k not in ("out", "ranks")}
-    found = {"environment": {**hardware(torch.device("cpu")), **versions(), "commit": commit()},
+    found = {"environment": {**hardware(torch.device("cpu")), **versions(), "commit": commit(),
+                             "load": load},
              "options": shown, "runs": runs}  # fmt: skip
     options.out.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -504,10 +504,38 @@ def distributed() -> str:
                 name = ("DDP, " if rows == "rows" else "FSDP2, ") + row["variant"]
                 lines.append(f"| {run['ranks']} | {name} | " + " | ".join(cells) + " |")
     where = data["environment"]
+    load = where.get("load")  # older results do not say; they are from a busy machine
+    quiet = load is not None and load < where["cores"] / 4
+    busy = "" if quiet else " that were busy with other work"
     below = (
         f"A GPT of {plain['parameters']:,} parameters, {data['options']['batch']} × "
         f"{data['options']['length']} tokens per rank, float32, {where['cpu']} with "
-        f"{where['cores']} cores that were busy with other work, torch {where['torch']}."
+        f"{where['cores']} cores{busy}, torch {where['torch']}."
+    )
+    return "\n".join([*lines, "", below])
+
+
+def sharded_memory() -> str:
+    """What a rank holds beside the plain training under fully_shard."""
+    data = results("sharded_memory-cpu")
+    lines = [
+        "| ranks | P/W, MiB | tensors, plain | watched | in audited steps | more, in P/W | "
+        "audited | resident, plain | watched |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for run in data["runs"]:
+        unit, plain, watched = 4 * run["parameters"] / run["ranks"], run["plain"], run["watched"]
+        sizes = [unit, plain["tensors"], watched["tensors"], watched["audited"]]
+        more = [(watched[k] - plain[k]) / unit for k in ("tensors", "audited")]
+        cells = [str(run["ranks"]), *(f"{x / 2**20:,.0f}" for x in sizes)]
+        cells += [f"{x:.1f}" for x in more]
+        cells += [f"{x['resident'] / 2**20:,.0f}" for x in (plain, watched)]
+        lines.append("| " + " | ".join(cells) + " |")
+    options, where = data["options"], data["environment"]
+    below = (
+        f"A GPT of {data['runs'][0]['parameters']:,} parameters, {options['batch']} × "
+        f"{options['length']} tokens per rank, float32, AdamW, MiB of the rank that has most, "
+        f"torch {where['torch']} on a CPU (`benchmarks/sharded_memory.py`)."
     )
     return "\n".join([*lines, "", below])
 
@@ -572,6 +600,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "precision": precision,
     "choices": choices,
     "distributed": distributed,
+    "sharded-memory": sharded_memory,
     "communication": communication,
     "sharded-communication": sharded_communication,
     **lds.TABLES,

@@ -65,6 +65,30 @@ class Twice(Manual):
         self.manual_backward(self.loss(batch))
 
 
+class Two(Manual):
+    """An optimizer and a schedule for each of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = nn.Linear(3, 3)
+
+    def loss(self, batch):
+        return nn.functional.cross_entropy(self.second(torch.tanh(self.net(batch[0]))), batch[1])
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        for optimizer, schedule in zip(self.optimizers(), self.lr_schedulers(), strict=True):
+            optimizer.step()
+            schedule.step()
+
+    def configure_optimizers(self):
+        made = [torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9),
+                torch.optim.AdamW(self.second.parameters(), lr=1e-2)]  # fmt: skip
+        return made, [torch.optim.lr_scheduler.StepLR(o, 3, 0.5) for o in made]
+
+
 def held_out():
     return DataLoader(TensorDataset(X[:8], Y[:8]), 8)
 
@@ -127,6 +151,28 @@ def test_it_is_the_loop_written_out(name):
     for key, value in before.callback_metrics.items():
         assert torch.equal(trainer.callback_metrics[key], value)
     assert float(trainer.callback_metrics["inrun_sum"]) == pytest.approx(run.tally.total, rel=1e-5)
+
+
+def test_manual_steps_of_two_optimizers():
+    plain, _, _ = fit(Two, watch=False)
+    model, watch, _ = fit(Two)
+    torch.manual_seed(1)
+    twin = Two()
+    optimizers, schedules = twin.configure_optimizers()
+    run = inrun.watch(twin, optimizers, validation=[(X[:8], Y[:8])], loss=lambda m, b: m.loss(b))
+    for k in range(12):
+        rows = torch.arange(4 * (k % 6), 4 * (k % 6) + 4)
+        twin.zero_grad()
+        with run.batch(rows):
+            twin.loss((X[rows], Y[rows])).backward()
+        for each in (*optimizers, *schedules):
+            each.step()
+    run.close()
+    assert watch.run.steps()["void"].isna().all()
+    for a, b, c in zip(*(m.parameters() for m in (plain, model, twin)), strict=True):
+        assert torch.equal(a, b) and torch.equal(b, c)
+    a, b = (r.history().sort_values(["step", "id"]) for r in (watch.run, run))
+    np.testing.assert_allclose(a["value"], b["value"], rtol=1e-9)
 
 
 def test_resumed(tmp_path):

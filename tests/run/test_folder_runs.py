@@ -101,6 +101,8 @@ def test_a_checkpoint_of_another_run_is_refused_and_nothing_is_lost(tmp_path):
         a.load_state_dict(b.state_dict())
     with pytest.raises(inrun.LedgerError, match="in memory"):
         a.load_state_dict(start(None).state_dict())
+    with pytest.raises(inrun.LedgerError, match="the same out= as then"):
+        start(None).load_state_dict(a.state_dict())
     go(a, 1)
     assert a.steps()["step"].tolist() == list(range(7))
 

@@ -125,7 +125,8 @@ REFUSED = {
         with_(lambda m: m.set_all_reduce_hook(lambda g: None)), adamw, {}),
     "would run in validation passes too": (
         with_(lambda m: m[0].weight.register_post_accumulate_grad_hook(lambda p: None)), adamw, {}),
-    "torch.compile together with fully_shard": (with_(lambda m: m[0].compile()), adamw, {}),
+    "Compile the blocks one by one": (with_(lambda m: m.compile()), adamw, {}),
+    "torch.compile around the model": (lambda: torch.compile(sharded()), adamw, {}),
     "use bfloat16, which needs no loss scale": (
         lambda: sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)), adamw, {}),
     "Muon with fully_shard: its update needs whole parameters": (sharded, muon, {}),

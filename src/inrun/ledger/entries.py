@@ -251,7 +251,10 @@ class MemoryLedger(LedgerTables):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "records" not in state:
-            raise LedgerError("this checkpoint was made with a ledger on disk (out=...)")
+            raise LedgerError(
+                "this checkpoint was made with a ledger on disk: pass watch the same out= as then, "
+                "or leave the run's state out to begin a new run"
+            )
         self._entries = [from_state(d) for d in state["records"]]
 
     def scans(self, n: int) -> list[Scan]:

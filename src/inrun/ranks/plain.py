@@ -33,9 +33,10 @@ def plain_copy(model: nn.Module, shards: Shards) -> nn.Module:
     own = [(m, cls) for m in model.modules() if (cls := unsharded_class(m)) is not None]
     for module, cls in own:
         memo[id(module)] = cls.__new__(cls)
-    for module, _ in own:
+    for module, cls in own:
         made = memo[id(module)]
-        vars(made).update(copy.deepcopy(without_sharding(vars(module)), memo))
+        state = without_sharding(cls.__getstate__(module))  # what torch.compile made is left out
+        made.__setstate__(copy.deepcopy(state, memo))
         _cast_as(made, policy_of(module))
     found: nn.Module = memo.get(id(model)) or copy.deepcopy(model, memo)
     return found

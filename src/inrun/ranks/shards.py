@@ -72,20 +72,25 @@ def is_sharded(p: Tensor) -> bool:
 @contextmanager
 def placed(params: Sequence[Tensor], weights: Sequence[Tensor]) -> Iterator[None]:
     """Context in which parameters have these weights. Shards are written to, since FSDP gathers
-    from their memory; others get other memory."""
-    shards = [p for p in params if isinstance(p, Shard)]
-    kept = [p.detach().clone() for p in shards]
+    from their memory, and their own numbers are set aside in the memory of ``weights`` meanwhile;
+    others get other memory."""
     own = [p.data for p in params]
+    exchanged: list[tuple[Tensor, Tensor]] = []
     try:
         for p, w in zip(params, weights, strict=True):
             if isinstance(p, Shard):
-                p.detach().copy_(w)
+                new = w.clone()
+                kept = w.copy_(p.detach()) if w.dtype == p.dtype else p.detach().clone()
+                exchanged.append((p.detach(), kept))
+                p.detach().copy_(new)
             else:
                 p.data = w
         yield
     finally:
-        for p, w in zip(shards, kept, strict=True):
-            p.detach().copy_(w)
+        for shard, kept in exchanged:
+            new = shard.clone()
+            shard.copy_(kept)
+            kept.copy_(new)
         for p, data in zip(params, own, strict=True):
             if not isinstance(p, Shard):
                 p.data = data

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from inrun.optimizers import rule_for
 from inrun.ranks.shards import Shards, is_sharded
+from inrun.ranks.torch_compat import unsharded_class
 from inrun.torch_compat import uncompiled
 
 _DDP = "train with DistributedDataParallel, where each rank has whole parameters"
@@ -46,10 +47,11 @@ def _held(group: Any) -> list[Any]:
 
 def _check_groups(model: nn.Module, shards: Shards) -> None:
     why = None
-    if uncompiled(model) is not model or any(_compiled(m) for m in model.modules()):
+    if _compiled(model) or any(_compiled(m) and _sharded_inside(m) > 1 for m in model.modules()):
         why = (
-            "torch.compile together with fully_shard: a compiled graph holds the gathered "
-            "parameters, which the capture does not find there. Train one of them without the other"
+            "torch.compile around the model, or around several modules that were given to "
+            "fully_shard: the graph breaks where FSDP gathers, and its pieces would be compiled "
+            "again in every step. Compile the blocks one by one: block.compile() for each"
         )
     mesh = shards.mesh
     if any(g.raw.mesh_info.mesh != mesh for g in shards.groups):
@@ -82,9 +84,13 @@ def _check_groups(model: nn.Module, shards: Shards) -> None:
 
 
 def _compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None or (
-        type(module).__name__ == "OptimizedModule"
-    )
+    compiled = getattr(module, "_compiled_call_impl", None) is not None
+    return compiled or uncompiled(module) is not module
+
+
+def _sharded_inside(module: nn.Module) -> int:
+    """How many modules were given to ``fully_shard``: this one and those inside."""
+    return sum(unsharded_class(m) is not None for m in module.modules())
 
 
 def check_sharded_step(

@@ -8,7 +8,7 @@ the weights at points of that path, at which the validation gradient is taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -119,6 +119,11 @@ class Path:
             with torch.no_grad():
                 self._points[x] = self._weights_at(x)
         return self._points[x]
+
+    def forget(self, points: Iterable[Place]) -> None:
+        """Free the weights at these points."""
+        for x in points:
+            self._points.pop(x, None)
 
     def _weights_at(self, x: float | Literal["halfway"]) -> list[Tensor]:
         if x == "halfway":

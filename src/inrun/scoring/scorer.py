@@ -155,7 +155,8 @@ class Scorer:
         if isinstance(step, StepResult):
             return step
         all_coordinates = audit or self._compared < FIRST
-        path = Path(step.moved, self._weights_memory)
+        sharded = self.world.shards is not None  # no CUDA graph reads its weights
+        path = Path(step.moved, None if sharded else self._weights_memory)
         prediction = predict(step.moved, path, of_sample=not all_coordinates)
         with stage("update map"):
             maps = self.maps.of(step, path, thorough=audit or not self.conclusion.verified)
@@ -318,8 +319,11 @@ class Scorer:
             by_point.setdefault(estimator.point, []).append(e)
         if self.carry is not None:
             self.carry.begin(numbers)
-        for group in self.validator.groups(step.params, step.audit):
+        groups = self.validator.groups(step.params, step.audit)
+        for group in groups:
             at = self._gradients(group, path, step.params)
+            if group is groups[-1]:
+                path.forget(at.keys() - {0.0, 1.0})  # the ends are needed again
             qs = slice(group[0], group[-1] + 1)
             losses[qs] = sum(g.loss for g in at.values())
             if not losses.is_cuda and not bool(losses[qs].isfinite().all()):

@@ -34,10 +34,12 @@ def contraction(world: World) -> Callable[..., Products]:
     ) -> Products:
         expected = torch.zeros(len(next(iter(u.values())).v), dtype=torch.float64, device="cpu")
         expected = expected.to(next(iter(G.values())).device)
-        add_gradient(expected, {k: d for k, d in u.items() if G[k].numel()}, G)
         values = expected.new_zeros(len(expected), sum(m.columns for m in micros))
         for raws in shards.in_turn(u):
+            add_gradient(expected, {k: u[k] for k in raws if G[k].numel()}, G)
             whole = shards.joined(raws, {k: u[k].full for k in raws})
+            for k in raws:
+                u[k].free()
             as_records = {k: wide_type(raw._unsharded_param.dtype) for k, raw in raws.items()}
             along = {k: Direction(x.to(as_records[k])) for k, x in whole.items()}
             found, _ = contract(along, G, micros, sums=False)

@@ -41,6 +41,10 @@ class Direction:
             self._full = wide(self.v) if self.K is None else self.K * self.v
         return self._full
 
+    def free(self) -> None:
+        """Keep v and K only: u is computed again when it is asked for."""
+        self._full = self._one = None
+
     @property
     def known(self) -> bool:
         """Is u computed already?"""
