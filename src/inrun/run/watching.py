@@ -41,7 +41,7 @@ def watch(
     loss: Loss | None = None,
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
-    estimator: str | Sequence[str] = "secant",
+    estimator: str | Sequence[str] = "shapley",
     point: str | None = None,
     training: Literal["bitwise", "fast"] = "bitwise",
     audit_every: int = 50,

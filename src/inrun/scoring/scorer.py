@@ -38,11 +38,10 @@ from inrun.optimizers.base import LinearMap, has_own_rule
 from inrun.optimizers.joint import Optimizers, members_of
 from inrun.ranks.shards import whole
 from inrun.ranks.world import ALONE, World
-from inrun.scoring.agreed import agreed
+from inrun.scoring.agreed import agreed, best, by_example
 from inrun.scoring.carry import Window
 from inrun.scoring.checking import check_step, refuse_other_data, refuse_sums, refuse_unseen
 from inrun.scoring.clipping import Clipping, ClippingWatch, Unrecognised
-from inrun.scoring.coalitions import Sampling
 from inrun.scoring.conclude import (
     NOT_FINITE,
     OTHER_STEP,
@@ -51,7 +50,6 @@ from inrun.scoring.conclude import (
     Conclusion,
     Pending,
     StepResult,
-    best,
 )
 from inrun.scoring.contraction import components, group_values
 from inrun.scoring.estimators import MAPS, POINTS, Estimator, Place
@@ -68,6 +66,7 @@ from inrun.scoring.received import (
     doubts,
     tolerance_of,
 )
+from inrun.scoring.sampling import Sampling
 from inrun.scoring.sharded import contraction, refuse_scattered
 from inrun.scoring.taken import predict
 from inrun.scoring.uses import Direction
@@ -129,7 +128,7 @@ class Scorer:
         self.accumulated, self._contract = Accumulated(world), contraction(world)
         self.conclusion = Conclusion(self.targets)
         self._clipping = ClippingWatch(max_norm, world)
-        self._sampling = Sampling(estimators, [rule for _, rule in self.rules], world.alone)
+        self.sampling = Sampling(estimators, [rule for _, rule in self.rules], world)
         self._weights_memory = PathBuffers()
         self.maps = Maps(estimators, validator, world)
         self._moved = Moved([])  # of the last step
@@ -165,7 +164,9 @@ class Scorer:
         self.validator.autocast = micros[-1].autocast
         self.validator.draw()
         with self.validator.evaluating():
+            self.sampling.begin(step, path.packs, self._others(), numbers)
             clipping = self._values(step, path, maps, numbers)
+            self.sampling.end(numbers, columns)
             bad = self.world.alone and not losses.is_cuda and not bool(losses.isfinite().all())
             if bad:
                 return self.conclusion.loss_not_finite(losses.numpy())
@@ -173,8 +174,9 @@ class Scorer:
                 refuse_sums(self.world, self.conclusion, self.params, step, numbers, columns)
                 refuse_other_data(self.world, self.validator.batches)
             if check is not None:
-                own = best(numbers["values"], numbers.get("sampled"))[0]
-                check_step(self, check, step, ids, columns.on_host(own), clipping)
+                own = best(by_example(columns, numbers["values"]), numbers.get("sampled"))[0]
+                own = own[..., :-1].detach().cpu().numpy()
+                check_step(self, check, step, ids, own, clipping)
             if audit:
                 for point in (None, 0.0):
                     with path.weights(point):
@@ -336,12 +338,8 @@ class Scorer:
                 if self.carry is not None:
                     at_halfway, own = at["halfway"], maps[self.carry.e]
                     self.carry.note(qs, at_halfway, own, step, path, numbers)
-            if self._sampling.wanted(list(step.G), step.micros, step.audit):
-                names = dict(zip(step.places, step.G, strict=True))
-                self._sampling.fill(
-                    numbers, qs, at, path.packs, names, step.micros, step.clipping,
-                    self._others(), step.number,
-                )  # fmt: skip
+            with stage("orders"):
+                self.sampling.fill(numbers, qs, at, step.number)
         return clipping
 
     def _gradients(

@@ -11,7 +11,7 @@ from torch import nn
 import inrun
 from helpers.optimizer_zoo import OPTIONS
 from inrun.optimizers import rule_for
-from inrun.scoring import coalitions
+from inrun.scoring import coalitions, joining
 
 X = torch.randn(400, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = (X[:, :3].argmax(1) + (X[:, 3] > 0)) % 3
@@ -89,13 +89,13 @@ def test_first_steps_match_exact_shapley_values(optimizer, how, capsys):
 @pytest.mark.parametrize("every", [True, False])
 def test_all_orders_are_the_shapley_value_of_the_update(every, monkeypatch):
     """By all coalitions of 4 examples, and by all their orders: compare with the definition."""
-    orders = itertools.cycle([torch.tensor(p) for p in itertools.permutations(range(4))])
     if not every:
-        monkeypatch.setattr(coalitions, "LEAST", 24)
+        orders = torch.tensor([*itertools.permutations(range(4))])  # [24, 4]
+        draw = lambda self, blocks, device: orders[:, None].expand(-1, -(-blocks // 4), -1)
+        monkeypatch.setattr(joining.Orders, "draw", draw)
+        monkeypatch.setattr(coalitions, "Orders", lambda C, pairs, g: joining.Orders(C, 24, g))
         monkeypatch.setattr(coalitions, "ENOUGH", np.inf)
-        monkeypatch.setattr(coalitions, "All", None)
         monkeypatch.setattr(coalitions, "FEW", 0)
-        monkeypatch.setattr(torch, "randperm", lambda n, generator: next(orders))
     run, model, optimizer = watched()
     rows = torch.arange(4)
     grads = []
@@ -123,23 +123,42 @@ def test_all_orders_are_the_shapley_value_of_the_update(every, monkeypatch):
     np.testing.assert_allclose(run.values()["value"], exact, rtol=1e-9, atol=1e-15)
 
 
-def test_sampled_orders_tend_to_the_mean_over_all_coalitions():
+@pytest.mark.parametrize("blocks", [1, 3, 7])
+def test_sampled_orders_tend_to_the_mean_over_all_coalitions(blocks):
+    """Of games with several targets, whose update depends on the norm of the whole, too."""
     rng = torch.Generator().manual_seed(3)
-    rows = torch.randn(5, 7, generator=rng, dtype=torch.float64)
+    n = joining.BLOCK["cpu"] * blocks
+    rows = torch.randn(5, n, generator=rng, dtype=torch.float64)
+    v = torch.randn(2, n, generator=rng, dtype=torch.float64)
     gram = rows @ rows.T
     found = {}
-    for joining in (coalitions.All(5, rows.device), coalitions.Orders(5, 4000, rng)):
-        g, sizes, drawn = joining.coalitions(rows, gram)
-        assert len(g) == joining.rows
-        torch.testing.assert_close(sizes, g.square().sum(1))
-        worth = torch.stack([g.sign().sum(1) + sizes, g.tanh().sum(1)])  # [Q, rows]
-        samples = joining.values(worth, drawn)
-        whole = torch.stack([rows.sum(0).sign().sum() + gram.sum(), rows.sum(0).tanh().sum()])
+    for joined in (joining.All(5, rows.device), joining.Orders(5, 4000, rng)):
+        drawn = joined.draw(blocks, rows.device)
+        g, sizes = joined.coalitions(rows, gram, drawn, 0)
+        assert len(g) == joined.rows
+        M = len(g)
+        of_all = g.view(M, blocks, -1) if isinstance(joined, joining.Orders) else g[:, None]
+        if blocks == 1:  # a norm over the only block
+            torch.testing.assert_close(sizes, of_all.square().sum(2))
+        gained = (g.view(M, sizes.shape[1], -1).tanh() * sizes[..., None].sqrt()).view(M, n)
+        samples = joined.values(v, gained, drawn, 0)
+        whole = v @ (rows.sum(0).tanh() * gram.sum().sqrt())
         torch.testing.assert_close(samples.sum(2), whole.expand(len(samples), 2))
-        found[type(joining)] = samples
-    orders = found[coalitions.Orders]
-    off = orders.mean(0) - found[coalitions.All][0]
+        torch.testing.assert_close(joined.whole(g)[-1], rows.sum(0))
+        found[type(joined)] = samples
+    orders = found[joining.Orders]
+    off = orders.mean(0) - found[joining.All][0]
     assert (off.abs() < 4 * orders.std(0) / 4000**0.5 + 1e-12).all()
+
+
+def test_every_example_stands_once_in_every_place_of_neighbouring_blocks():
+    orders = joining.Orders(5, 3, torch.Generator().manual_seed(0))
+    drawn = orders.draw(10, torch.device("cpu"))
+    found = orders._orders(drawn, 5, 5)  # the second group of blocks
+    assert found.shape == (6, 5, 5)
+    assert (found.sort(1).values == torch.arange(5)[:, None]).all()  # each is an order
+    assert (found.sort(2).values == torch.arange(5)).all()
+    assert (found[::2] == found[1::2].flip(1)).all()
 
 
 def test_values_add_up_to_what_the_secant_adds_up_to():
@@ -154,8 +173,8 @@ def test_values_add_up_to_what_the_secant_adds_up_to():
 
 def test_sampling_ends_when_the_map_is_nearly_linear_and_is_looked_at_again(monkeypatch):
     asked = []
-    sample = coalitions.sampled_values
-    monkeypatch.setattr(coalitions, "sampled_values", lambda *a: asked.append(1) or sample(*a))
+    sample = coalitions.Game.values
+    monkeypatch.setattr(coalitions.Game, "values", lambda *a: asked.append(1) or sample(*a))
     run, model, optimizer = watched(lr=1e-4)
     run_length = 0
     while True:
