@@ -91,7 +91,10 @@ def test_all_orders_are_the_shapley_value_of_the_update(every, monkeypatch):
     """By all coalitions of 4 examples, and by all their orders: compare with the definition."""
     if not every:
         orders = torch.tensor([*itertools.permutations(range(4))])  # [24, 4]
-        draw = lambda self, blocks, device: orders[:, None].expand(-1, -(-blocks // 4), -1)
+
+        def draw(self, blocks, device):
+            return orders[:, None].expand(-1, -(-blocks // 4), -1)
+
         monkeypatch.setattr(joining.Orders, "draw", draw)
         monkeypatch.setattr(coalitions, "Orders", lambda C, pairs, g: joining.Orders(C, 24, g))
         monkeypatch.setattr(coalitions, "ENOUGH", np.inf)
@@ -214,3 +217,155 @@ def test_wrong_gradients_are_still_seen():
     with pytest.warns(UserWarning):
         optimizer.step()
     assert run.steps()["void"].iloc[-1]
+
+
+def lm(B=4, T=5):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Embedding(11, 6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 11)
+    ).double()
+    ids = torch.randint(0, 11, (2, B, T), generator=torch.Generator().manual_seed(2))
+
+    def lm_loss(model, ids):
+        return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+    return model, ids, lm_loss
+
+
+def lm_run(steps=2, tokens=False, pieces=1, optimizer=None, before=None, **options):
+    """Values of a small language model by all coalitions."""
+    model, ids, lm_loss = lm()
+    optimizer = optimizer or (lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2))
+    made = optimizer(model)
+    options = {"validation": [ids[1]], "audit_every": 0, "loss": lm_loss} | options
+    run = inrun.watch(model, made, **options)
+    found = []
+    for _ in range(steps):
+        found.append(run.check() if before else None)
+        for own in torch.arange(4).chunk(pieces):
+            with run.batch(own.tolist(), tokens=tokens):
+                (lm_loss(model, ids[0][own]) / pieces).backward()
+        for o in made if isinstance(made, list) else [made]:
+            o.step()
+        model.zero_grad()
+    return run, found
+
+
+def close(a, b):
+    np.testing.assert_allclose(a["value"], b["value"], rtol=1e-9, atol=1e-14)
+
+
+def test_it_is_the_default():
+    run, _ = lm_run()
+    assert run.steps()["bend"].notna().all() and run.steps()["bend"].iloc[0] > 0.1
+    close(run.values(), lm_run(estimator="shapley")[0].values())
+    plain, _ = lm_run(estimator="secant")
+    assert plain.steps()["bend"].isna().all()
+    assert (plain.values()["value"] - run.values()["value"]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("how", [
+    {"training": "fast"}, {"form": "ghost"}, {"form": "materialise"}, {"offload": True},
+    {"pieces": 2}, {"tokens": True}, {"estimator": ["secant", "shapley"]},
+    {"estimator": ["shapley", "carry"]},
+], ids=str)  # fmt: skip
+def test_however_gradients_are_kept_values_are_the_same(how):
+    run, _ = lm_run(**how)
+    run.close()
+    close(run.history(estimator="shapley"), lm_run()[0].history())
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_of_a_large_parameter_some_rows_at_a_time(tokens, monkeypatch):
+    expected = lm_run()[0].history()
+    monkeypatch.setattr(coalitions, "SLAB", {"cpu": 4 * 6 * 2})
+    close(lm_run(tokens=tokens)[0].history(), expected)
+
+
+def test_values_of_positions_add_up_to_those_of_their_examples():
+    run, _ = lm_run(tokens=True)
+    tokens = run.tokens().groupby(["step", "id"])["value"].sum()
+    values = run.history().set_index(["step", "id"])["value"]
+    np.testing.assert_allclose(tokens.sort_index(), values.sort_index(), rtol=1e-4, atol=1e-6)
+
+
+def test_several_targets_are_valued_as_each_alone():
+    _, ids, _ = lm()
+    targets = {"a": [ids[1][:1]], "b": [ids[1][1:3]], "c": [ids[1][3:]]}
+    run, _ = lm_run(validation=None, targets=targets)
+    # a run of its own for each target trains the same
+    for name, data in targets.items():
+        alone, _ = lm_run(validation=data)
+        found = run.history()
+        np.testing.assert_allclose(found[name], alone.history()["value"], rtol=1e-8, atol=1e-13)
+
+
+def test_parameters_that_are_left_out_get_no_credit():
+    """A vector that shares its pack with others."""
+    whole, _ = lm_run(steps=1)
+    parts = []
+    for ignore in (["1.bias", "0.weight"], ["1.weight", "3.*"]):
+        parts.append(lm_run(steps=1, ignore=ignore)[0].values()["value"])
+    np.testing.assert_allclose(sum(parts), whole.values()["value"], rtol=1e-9, atol=1e-13)
+
+
+def two_optimizers(model):
+    matrices = [model[1].weight]
+    rest = [p for p in model.parameters() if p is not matrices[0]]
+    return [torch.optim.Muon(matrices, lr=1e-4), torch.optim.AdamW(rest, lr=1e-2)]
+
+
+def test_beside_an_update_that_is_not_elementwise():
+    """Muon's part keeps its linear map; the rest is nearly all of this step."""
+    for estimator, low, high in (("shapley", 0.0, 0.1), ("secant", 0.2, np.inf)):
+        _, (check, _) = lm_run(optimizer=two_optimizers, before=True, estimator=estimator)
+        assert low <= check.relative_error < high
+
+
+def test_a_learning_rate_of_zero_does_not_end_it():
+    run, model, optimizer = watched(lr=0.0)
+    for n in range(6):
+        optimizer.param_groups[0]["lr"] = 0.0 if n < 4 else 1e-6
+        step(run, model, optimizer, n)
+    assert run.steps()["bend"].notna().tolist() == [False] * 4 + [True] * 2
+    assert (run.values()["value"] != 0).any()
+
+
+def test_an_update_that_goes_on_bending_is_sampled_for_so_many_steps():
+    run, model, optimizer = watched(optimizer=lambda p, lr: torch.optim.AdamW(p, lr, (0.9, 0.5)),
+                                    estimator="shapley:7")  # fmt: skip
+    for n in range(12):
+        step(run, model, optimizer, n)
+    assert run.steps("shapley:7")["bend"].notna().tolist() == [True] * 7 + [False] * 5
+
+
+def test_at_audits_it_is_measured_again_ever_more_rarely(monkeypatch):
+    monkeypatch.setattr("inrun.scoring.sampling.NEAR", np.inf)
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    run = inrun.watch(model, optimizer, validation=[(X[300:], Y[300:])], loss=loss, audit_every=2)
+    for n in range(25):
+        step(run, model, optimizer, n, B=4)
+    measured = np.flatnonzero(run.steps()["bend"].notna())
+    audits = np.flatnonzero(run.steps()["loss"].notna())
+    later = audits[audits > 2]
+    assert measured.tolist() == [0, 1, 2, *later[[0, 1, 3, 7]]]
+
+
+def test_a_resumed_run_knows_where_it_stood():
+    run, model, optimizer = watched(estimator="shapley:3")
+    for n in range(2):
+        step(run, model, optimizer, n)
+    state = run.state_dict()
+    again, model, optimizer = watched(estimator="shapley:3")
+    again.load_state_dict(state)
+    for n in range(2):
+        step(again, model, optimizer, n)
+    assert again.steps()["bend"].notna().tolist() == [True, True, True, False]
+
+
+@pytest.mark.parametrize("text", ["shapley:0", "shapley:", "shapley:1.5", "secant:3", "shapley:-1"])
+def test_a_number_that_means_nothing_is_refused(text):
+    with pytest.raises(ValueError, match="not known"):
+        watched(estimator=text)

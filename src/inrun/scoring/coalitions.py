@@ -9,8 +9,8 @@ each is credited with what the update gains when it joins, coordinate by coordin
 
 This is the Shapley value of the update itself, with the validation loss linear between w_∅ and w_B.
 It adds up to ⟨∇ℓ, Ψ(ḡ) − Ψ(0)⟩ as the secant does, and costs one evaluation of the update for each
-example and order. A few coordinates at a time have orders of their own, so a large model needs four.
-Few examples have few coalitions: then all of them are taken, and nothing is left to chance.
+example and order. A few coordinates at a time have orders of their own, so that four are enough for
+a large model. Few examples have few coalitions: then all are taken, and nothing is left to chance.
 
 Several ranks: each evaluates a part of the coordinates for the examples of all ranks, whose
 gradients it is sent. ``Sampling`` measures whether all this still matters.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -117,9 +118,8 @@ class Players:
         each = -(-N // (size * self.world.size)) * size
         edges = [min(N, r * each) for r in range(self.world.size + 1)]
         part = slice(edges[self.world.rank], edges[self.world.rank + 1])
-        found = self.world.exchange((own * self.world.share).split(
-            [b - a for a, b in zip(edges, edges[1:], strict=False)], 1), self.counts)  # fmt: skip
-        return found.to(like.device), part
+        parts = [own[:, a:b] * self.world.share for a, b in pairwise(edges)]
+        return self.world.exchange(parts, self.counts).to(like.device), part
 
 
 def players(micro: MicroBatch) -> int:
@@ -141,6 +141,11 @@ class Game:
     names: Mapping[int, str]
     clipping: Clipping
     others: Sequence[Tensor]
+
+    @property
+    def left(self) -> list[str]:
+        """The scored parameters whose update is not elementwise: they are left to linear maps."""
+        return [self.names[i] for p in self.packs if not p.elementwise for i in p.places]
 
     @staticmethod
     def of(step: Step, packs: Sequence[Pack], others: Sequence[Tensor], world: World) -> Game:
@@ -177,6 +182,8 @@ class Game:
         """Samples of values [samples, Q, C]."""
         found: list[Tensor] = []
         for pack in self.packs:
+            if not pack.elementwise:
+                continue
             names = self._shapes(pack)
             at = [p.of(list(names), slice(0, Q)) for p in points]
             v = torch.cat([torch.stack([a[k] for a in at]).mean(0).flatten(1) for k in names], 1)
@@ -203,7 +210,7 @@ class Game:
         p = pack.members[0].p
         N, C = sum(m.p.numel() for m in pack.members), self.players.all
         limit = SLAB.get(p.device.type, SLAB["cpu"])
-        if len(pack.members) > 1 or p.ndim < 2 or C * N <= limit:
+        if len(pack.members) > 1 or p.ndim < 2 or limit >= C * N:
             yield None, slice(0, N)
             return
         inner = N // len(p)
@@ -234,9 +241,7 @@ class Game:
             total += joining.values(v[:, part].to(gained).contiguous(), gained, drawn, at)
         return total
 
-    def _gained(
-        self, step: ParamStep, g: Tensor, sizes: Tensor | None, joining: Joining
-    ) -> Tensor:
+    def _gained(self, step: ParamStep, g: Tensor, sizes: Tensor | None, joining: Joining) -> Tensor:
         """Ψ(C(g(S))) − Ψ(0) of coalitions [M, N], those that all have joined to the bit."""
         clipping = self.clipping
         if clipping.norm is not None and sizes is not None:

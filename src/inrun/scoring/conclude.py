@@ -194,9 +194,9 @@ class Conclusion:
 
         ``advice`` says what to do by reason; ``flags`` are up or down in the same order, and one
         that is up makes the step void. ``columns``, ``inputs`` and ``signals`` come from the device
-        (``Columns.moving``), ``agreed`` from all ranks (agreed.py). ``sampled`` [E, Q, B + 1]: values by
-        example to take instead, where they are not NaN (coalitions.py); what must add up are those
-        of the linear maps.
+        (``Columns.moving``), ``agreed`` from all ranks (agreed.py). ``sampled`` [E, Q, B + 1]:
+        values by example to take instead, where they are not NaN (coalitions.py); what must add up
+        are those of the linear maps.
         """
         if not finite:
             return StepResult(void=NOT_FINITE)

@@ -69,8 +69,8 @@ STEPS = 100  # so many steps at most
 @dataclass(frozen=True)
 class Estimator:
     """One estimator of a run: ``kind`` is a name of ``MAPS``, ``point`` one of ``POINTS``, and
-    ``sampled`` is in how many steps, at most, orders are sampled while the update map bends. ``damping`` is
-    a of the curvature's λ = a/τ."""
+    ``sampled`` is in how many steps, at most, orders are sampled while the update map bends.
+    ``damping`` is a of the curvature's λ = a/τ."""
 
     name: str
     kind: str

@@ -43,8 +43,8 @@ class Joining(Protocol):
 
 
 class Orders:
-    """``pairs`` of an order and its reverse for every block. Of C blocks side by side, every example
-    stands once in every place."""
+    """``pairs`` of an order and its reverse for every block. Every example stands
+    once in every place of C blocks side by side."""
 
     def __init__(self, players: int, pairs: int, generator: torch.Generator) -> None:
         self.players, self.pairs, self.generator = players, pairs, generator
@@ -136,5 +136,5 @@ def block(device: torch.device) -> int:
 def _blocks(N: int, device: torch.device) -> int:
     """How many blocks N coordinates are: whole ones, or the rest that is left of a parameter."""
     size = block(device)
-    assert N <= size or N % size == 0
+    assert size >= N or N % size == 0
     return max(1, N // size)

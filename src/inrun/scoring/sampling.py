@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from inrun.optimizers.base import Rule
 from inrun.ranks.world import World
 from inrun.scoring.agreed import by_example
 from inrun.scoring.coalitions import Game
+from inrun.scoring.contraction import Products
 from inrun.scoring.estimators import POINTS, Estimator, Place
 from inrun.scoring.path import Pack
 from inrun.validation.sweep import Gradients
@@ -35,12 +35,8 @@ class Sampling:
     measured only.
     """
 
-    def __init__(
-        self, estimators: Sequence[Estimator], rules: Sequence[Rule], world: World
-    ) -> None:
+    def __init__(self, estimators: Sequence[Estimator], world: World) -> None:
         self.estimators = [(e, x) for e, x in enumerate(estimators) if x.sampled]
-        bends = all(r.elementwise for r in rules) and any(r.adaptive for r in rules)
-        self._bends = bends and world.shards is None  # of shards no rank has whole gradients
         self._world = world
         self._most = max([x.sampled for _, x in self.estimators], default=0)
         self._params = list[str]()
@@ -52,21 +48,22 @@ class Sampling:
 
     def begin(
         self, step: Step, packs: Sequence[Pack], others: Sequence[Tensor],
-        numbers: dict[str, Tensor],
+        numbers: dict[str, Tensor], columns: Columns,
     ) -> None:  # fmt: skip
         """Before the values of a step: are orders sampled in it?"""
         self._game = None
-        if not self.estimators or not self._bends:
+        rules = [step.moved.steps[i].rule for i in step.places]
+        bends = any(r.elementwise and r.adaptive for r in rules)
+        if not self.estimators or not bends or self._world.shards is not None:
             return
         if self._params != list(step.G):
             self._params = list(step.G)
             self._begin_again()
         if not self._wanted(step.audit):
             return
-        self._game = Game.of(step, packs, others, self._world)
+        self._game, self._columns = Game.of(step, packs, others, self._world), columns
         E, Q, _ = numbers["values"].shape
-        B = sum(m.B for m in step.micros)
-        numbers["sampled"] = numbers["values"].new_full((E, Q, B + 1), torch.nan)
+        numbers["sampled"] = numbers["values"].new_full((E, Q, columns.B + 1), torch.nan)
         numbers["bend"] = numbers["values"].new_full((E,), torch.nan)
         self._noise = dict.fromkeys((e for e, _ in self.estimators), 0.0)
 
@@ -77,22 +74,29 @@ class Sampling:
         return audit and math.log2(self._audits).is_integer()
 
     def fill(
-        self, numbers: Mapping[str, Tensor], qs: slice, at: Mapping[Place, Gradients], seed: int
-    ) -> None:
-        """Put the values of a group of targets beside those of the linear maps, by example."""
+        self, numbers: Mapping[str, Tensor], qs: slice, at: Mapping[Place, Gradients], seed: int,
+        products: Callable[[list[int], list[str]], Iterator[tuple[int, Products]]],
+    ) -> None:  # fmt: skip
+        """Put the values of a group of targets beside those of the linear maps, by example.
+        ``products``: values through the linear map, for parameters whose update is not elementwise.
+        """
         if self._game is None:
             return
         for e, estimator in self.estimators:
             points = [at[x] for x in POINTS[estimator.point]]
             found = self._game.values(points, qs.stop - qs.start, seed)
-            numbers["sampled"][e, qs] = self._game.players.by_example(found.mean)
+            own = self._game.players.by_example(found.mean)
+            if self._game.left:
+                ((_, (linear, _)),) = products([e], self._game.left)
+                own = own + by_example(self._columns, linear)
+            numbers["sampled"][e, qs] = own
             self._noise[e] += float(found.error.square().sum())
 
-    def end(self, numbers: Mapping[str, Tensor], columns: Columns) -> None:
+    def end(self, numbers: Mapping[str, Tensor]) -> None:
         """Compare the secant's values with the sampled ones."""
         if self._game is None:
             return
-        secant, sampled = by_example(columns, numbers["values"]), numbers["sampled"]
+        secant, sampled = by_example(self._columns, numbers["values"]), numbers["sampled"]
         off, size = (secant - sampled).square().sum((1, 2)), sampled.square().sum((1, 2))
         off, size = self._world.total(torch.stack([off, size]))
         for e, _ in self.estimators:

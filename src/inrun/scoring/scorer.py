@@ -19,7 +19,7 @@ After it, ``Scorer.finish``:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -51,7 +51,7 @@ from inrun.scoring.conclude import (
     Pending,
     StepResult,
 )
-from inrun.scoring.contraction import components, group_values
+from inrun.scoring.contraction import Products, components, group_values
 from inrun.scoring.estimators import MAPS, POINTS, Estimator, Place
 from inrun.scoring.maps import Maps
 from inrun.scoring.moved import Moved
@@ -128,7 +128,7 @@ class Scorer:
         self.accumulated, self._contract = Accumulated(world), contraction(world)
         self.conclusion = Conclusion(self.targets)
         self._clipping = ClippingWatch(max_norm, world)
-        self.sampling = Sampling(estimators, [rule for _, rule in self.rules], world)
+        self.sampling = Sampling(estimators, world)
         self._weights_memory = PathBuffers()
         self.maps = Maps(estimators, validator, world)
         self._moved = Moved([])  # of the last step
@@ -164,9 +164,9 @@ class Scorer:
         self.validator.autocast = micros[-1].autocast
         self.validator.draw()
         with self.validator.evaluating():
-            self.sampling.begin(step, path.packs, self._others(), numbers)
+            self.sampling.begin(step, path.packs, self._others(), numbers, columns)
             clipping = self._values(step, path, maps, numbers)
-            self.sampling.end(numbers, columns)
+            self.sampling.end(numbers)
             bad = self.world.alone and not losses.is_cuda and not bool(losses.isfinite().all())
             if bad:
                 return self.conclusion.loss_not_finite(losses.numpy())
@@ -175,8 +175,7 @@ class Scorer:
                 refuse_other_data(self.world, self.validator.batches)
             if check is not None:
                 own = best(by_example(columns, numbers["values"]), numbers.get("sampled"))[0]
-                own = own[..., :-1].detach().cpu().numpy()
-                check_step(self, check, step, ids, own, clipping)
+                check_step(self, check, step, ids, own[..., :-1].cpu().numpy(), clipping)
             if audit:
                 for point in (None, 0.0):
                     with path.weights(point):
@@ -312,10 +311,24 @@ class Scorer:
         values, losses = numbers["values"], numbers["losses"]
         clipping, aligned = self._split_clipping(step)
         ratios = step.clipping.by_coordinate(step.G)
-        parts = components(list(step.G), step.micros) if len(self.targets) > 1 else []
         by_point: dict[str, list[int]] = {}
         for e, estimator in enumerate(self.estimators):
             by_point.setdefault(estimator.point, []).append(e)
+
+        def products(
+            which: Sequence[int], names: Collection[str]
+        ) -> Iterator[tuple[int, Products]]:
+            """Of estimators with one point: values through their maps, and their expected sums,
+            from the gradients of these parameters."""
+            G = {k: step.G[k] for k in names}
+            parts = components(names, step.micros) if len(self.targets) > 1 else []
+            points = [at[x] for x in POINTS[self.estimators[which[0]].point]]
+            own = [maps[e] for e in which], ratios, G, step.micros, parts
+            found = group_values(points, *own, len(group), self._contract)
+            for e, (inner, sums) in zip(which, found, strict=True):
+                C = clipping if MAPS[self.estimators[e].kind].splits_clipping else step.clipping
+                yield e, (C.apply(self.world.averaged(inner), sums, aligned), sums * C.common)
+
         if self.carry is not None:
             self.carry.begin(numbers)
         for group in self.validator.groups(step.params, step.audit):
@@ -325,21 +338,14 @@ class Scorer:
             if not losses.is_cuda and not bool(losses[qs].isfinite().all()):
                 break
             with stage("contraction"), no_autocast(losses.device.type):
-                for point, which in by_point.items():
-                    found = group_values(
-                        [at[x] for x in POINTS[point]], [maps[e] for e in which], ratios,
-                        step.G, step.micros, parts, len(group), self._contract,
-                    )  # fmt: skip
-                    for e, (inner, sums) in zip(which, found, strict=True):
-                        splits = MAPS[self.estimators[e].kind].splits_clipping
-                        C = clipping if splits else step.clipping
-                        values[e, qs] = C.apply(self.world.averaged(inner), sums, aligned)
-                        numbers["expected"][e, qs] = sums * C.common
+                for which in by_point.values():
+                    for e, (found, sums) in products(which, step.G):
+                        values[e, qs], numbers["expected"][e, qs] = found, sums
                 if self.carry is not None:
                     at_halfway, own = at["halfway"], maps[self.carry.e]
                     self.carry.note(qs, at_halfway, own, step, path, numbers)
-            with stage("orders"):
-                self.sampling.fill(numbers, qs, at, step.number)
+            with stage("orders"), no_autocast(losses.device.type):
+                self.sampling.fill(numbers, qs, at, step.number, products)
         return clipping
 
     def _gradients(
