@@ -157,7 +157,7 @@ def test_sampled_orders_tend_to_the_mean_over_all_coalitions(blocks):
 def test_every_example_stands_once_in_every_place_of_neighbouring_blocks():
     orders = joining.Orders(5, 3, torch.Generator().manual_seed(0))
     drawn = orders.draw(10, torch.device("cpu"))
-    found = orders._orders(drawn, 5, 5)  # the second group of blocks
+    found = orders.orders(drawn, 5, 5)  # the second group of blocks
     assert found.shape == (6, 5, 5)
     assert (found.sort(1).values == torch.arange(5)[:, None]).all()  # each is an order
     assert (found.sort(2).values == torch.arange(5)).all()

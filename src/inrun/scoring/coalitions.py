@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from inrun import kernels
 from inrun.capture.micro_batch import MicroBatch
 from inrun.gradients import Record
 from inrun.gradients.nodes import Node, pull_back
@@ -224,6 +225,10 @@ class Game:
         drawn: object, first: int,
     ) -> Tensor:  # fmt: skip
         """The values that some coordinates bring, for each sample: [samples, Q, C]."""
+        if isinstance(joining, Orders):
+            found = self._by_kernel(step, rows, v, joining, gram, drawn, first)
+            if found is not None:
+                return found
         size, Q, C = block(rows.device), len(v), len(rows)
         beside = Q if gram is None else Q + C  # numbers for each block
         limit = PIECE.get(rows.device.type, PIECE["cpu"])
@@ -241,12 +246,36 @@ class Game:
             total += joining.values(v[:, part].to(gained).contiguous(), gained, drawn, at)
         return total
 
+    def _by_kernel(
+        self, step: ParamStep, rows: Tensor, v: Tensor, joining: Orders, gram: Tensor | None,
+        drawn: object, first: int,
+    ) -> Tensor | None:  # fmt: skip
+        """The same by the rule's GPU kernel; None where it does not apply."""
+        clipping, size = self.clipping, block(rows.device)
+        if step.rule.gained is None or clipping.bound is not None or not kernels.usable([rows]):
+            return None
+        assert isinstance(drawn, Tensor)
+        orders = joining.orders(drawn, first, -(-rows.shape[1] // size))
+        factor: Tensor | float = clipping.common
+        if gram is not None:
+            factor = self._factors(joining.sizes(gram, orders))
+        w = step.p.detach()
+        own = rows, v.float().contiguous(), orders, size, factor
+        gains = step.rule.gained(step.g, w, step.state, step.options, *own)
+        return None if gains is None else joining.credited(gains, orders)
+
+    def _factors(self, sizes: Tensor) -> Tensor:
+        """What coalitions whose gradients have these squared norms are scaled by."""
+        clipping = self.clipping
+        assert clipping.norm is not None
+        size = sizes.clamp(min=0).sqrt() * clipping.scale
+        return clipping.scale * (clipping.norm / (size + 1e-6)).clamp(max=1.0)
+
     def _gained(self, step: ParamStep, g: Tensor, sizes: Tensor | None, joining: Joining) -> Tensor:
         """Ψ(C(g(S))) − Ψ(0) of coalitions [M, N], those that all have joined to the bit."""
         clipping = self.clipping
-        if clipping.norm is not None and sizes is not None:
-            size = sizes.clamp(min=0).sqrt() * clipping.scale
-            factor = clipping.scale * (clipping.norm / (size + 1e-6)).clamp(max=1.0)
+        if sizes is not None:
+            factor = self._factors(sizes)
             M, n = factor.shape
             g.view(M, n, -1).mul_(factor.to(g)[..., None])
         elif clipping.bound is not None:

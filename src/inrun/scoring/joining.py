@@ -56,42 +56,50 @@ class Orders:
         shape = (self.pairs, groups, self.players)
         return torch.rand(shape, generator=self.generator, device=device).argsort(-1)
 
-    def _orders(self, drawn: Tensor, first: int, n: int) -> Tensor:
-        """Who comes at each place in these blocks [2·pairs, C, n]."""
+    def orders(self, drawn: Tensor, first: int, n: int) -> Tensor:
+        """Who comes at each place in n blocks [2·pairs, C, n]."""
         C = self.players
         block = torch.arange(first, first + n, device=drawn.device)
         place = (torch.arange(C, device=drawn.device)[:, None] + block) % C  # rotated
         order = drawn[:, (block // C)[None], place]
         return torch.stack([order, order.flip(1)], 1).flatten(0, 1)
 
+    @staticmethod
+    def sizes(gram: Tensor, orders: Tensor) -> Tensor:
+        """The squared norms over all parameters of those who have joined [2·pairs, C, n]:
+        ‖g(S ∪ i)‖² = ‖g(S)‖² + 2⟨g(S ∪ i), g_i⟩ − ‖g_i‖²."""
+        inner = gram[orders].cumsum(1).gather(3, orders[..., None])[..., 0]
+        return (2 * inner - gram.diagonal()[orders]).cumsum(1)
+
     def coalitions(
         self, rows: Tensor, gram: Tensor | None, drawn: Any, first: int
     ) -> tuple[Tensor, Tensor | None]:
-        C, N = rows.shape
-        n = _blocks(N, rows.device)
-        orders = self._orders(drawn, first, n)
-        sizes = None
-        if gram is not None:  # ‖g(S ∪ i)‖² = ‖g(S)‖² + 2⟨g(S ∪ i), g_i⟩ − ‖g_i‖²
-            inner = gram[orders].cumsum(1).gather(3, orders[..., None])[..., 0]
-            sizes = (2 * inner - gram.diagonal()[orders]).cumsum(1).flatten(0, 1)
-        joined = rows.view(C, n, -1)[orders, torch.arange(n, device=rows.device)].cumsum(1)
-        return joined.view(self.rows, N), sizes
+        N, n = rows.shape[1], _blocks(rows.shape[1], rows.device)
+        orders = self.orders(drawn, first, n)
+        sizes = None if gram is None else self.sizes(gram, orders).flatten(0, 1)
+        some = rows.view(len(rows), n, -1)[orders, torch.arange(n, device=rows.device)]
+        return some.cumsum(1).view(self.rows, N), sizes
 
     def whole(self, coalitions: Tensor) -> Tensor:
         return coalitions[self.players - 1 :: self.players]
 
     def values(self, v: Tensor, gained: Tensor, drawn: Any, first: int) -> Tensor:
         Q, C, n = len(v), self.players, _blocks(v.shape[1], v.device)
-        orders = self._orders(drawn, first, n).flatten(1)  # [2·pairs, C·n]
         gained = gained.view(self.rows, n, -1)
         if Q == 1:
             worth = (gained * v.view(n, -1)).sum(-1)[None]
         else:
             worth = torch.einsum("qnk,mnk->qmn", v.view(Q, n, -1), gained)
         worth = worth.to(widest(v.device)).view(Q, 2 * self.pairs, C, n)
-        gains = worth.diff(dim=2, prepend=torch.zeros_like(worth[:, :, :1])).flatten(2)
-        found = gains.new_zeros(Q, 2 * self.pairs, C)
-        found.scatter_add_(2, orders.expand_as(gains), gains)
+        gains = worth.diff(dim=2, prepend=torch.zeros_like(worth[:, :, :1]))
+        return self.credited(gains, self.orders(drawn, first, n))
+
+    def credited(self, gains: Tensor, orders: Tensor) -> Tensor:
+        """From gains by place [Q, 2·pairs, C, n] to samples of values [pairs, Q, C]."""
+        Q, C = len(gains), self.players
+        found = gains.new_zeros(Q, 2 * self.pairs, C, dtype=widest(gains.device))
+        flat = gains.flatten(2).to(found)
+        found.scatter_add_(2, orders.flatten(1).expand_as(flat), flat)
         return found.view(Q, self.pairs, 2, C).mean(2).transpose(0, 1)
 
 
