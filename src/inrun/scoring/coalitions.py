@@ -124,7 +124,9 @@ class Players:
 
 
 def players(micro: MicroBatch) -> int:
-    return micro.columns if micro.slots is None else micro.B + 1
+    """The examples of a micro-batch, and nobody if anything is nobody's."""
+    nobody = micro.nobody or (micro.slots is not None and bool((micro.slots < 0).any()))
+    return micro.B + nobody
 
 
 @dataclass(eq=False)
@@ -170,7 +172,8 @@ class Game:
             least = 2 if Q * C >= SURE else 4
             pairs = len(found.pairs) or (1 if C < 2 else least)  # so many as there are already
             orders = Orders(C, pairs, generator)
-            if min(orders.rows, FEW) >= 2**C:
+            visited = orders.rows if pairs < MOST else 2 * orders.rows
+            if min(visited, FEW) >= 2**C:
                 return Sampled(list(self._by(All(C, device), points, Q, gram)))
             if pairs >= MOST:
                 break
@@ -329,8 +332,9 @@ def rows_of(
         for node, records in micro.by_example(list(shapes), derived=True):
             for record in records:
                 for k, g in _rows(node, record.to(like.device), cut).items():
-                    if k in found:
-                        found[k][start : start + len(g)] += g.to(like)
+                    if k in found:  # with tokens=True perhaps a row for nobody who has nothing
+                        own = g[: players(micro)].to(like)
+                        found[k][start : start + len(own)] += own
         start += players(micro)
     return torch.cat([x.flatten(1) for x in found.values()], 1)
 
