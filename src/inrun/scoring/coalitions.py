@@ -71,29 +71,27 @@ class Sampled:
 
 @dataclass(eq=False)
 class Players:
-    """The examples of a step as players of one game: those of this rank among those of all.
+    """The examples of a step as players of one game: those of this rank among those of all, one
+    micro-batch after the other and in each one rank after the other, as one process would have
+    them.
 
     Nobody's part is a player, too. With ``tokens=True`` players are examples, not positions.
     """
 
     micros: Sequence[MicroBatch]
     world: World
-    counts: list[int] = field(default_factory=list)  # by rank
 
     def __post_init__(self) -> None:
-        own = torch.zeros(self.world.size, dtype=torch.float64)
-        own[self.world.rank] = sum(map(players, self.micros))
-        self.counts = [int(n) for n in self.world.total(own).tolist()]
+        counts = self.world.gather([players(m) for m in self.micros])
+        places = [(m, r, i) for r, own in enumerate(counts) for m, n in enumerate(own)
+                  for i in range(n)]  # fmt: skip
+        self.counts = [sum(own) for own in counts]  # by rank
+        self.order = sorted(range(len(places)), key=places.__getitem__)  # as they are received
+        self.own = [p for p, x in enumerate(self.order) if places[x][1] == self.world.rank]
 
     @property
     def all(self) -> int:
-        return sum(self.counts)
-
-    @property
-    def own(self) -> slice:
-        """This rank's among all."""
-        start = sum(self.counts[: self.world.rank])
-        return slice(start, start + self.counts[self.world.rank])
+        return len(self.order)
 
     def by_example(self, values: Tensor) -> Tensor:
         """From all players' values [..., C] to those of this rank's examples, nobody's last."""
@@ -120,7 +118,8 @@ class Players:
         edges = [min(N, r * each) for r in range(self.world.size + 1)]
         part = slice(edges[self.world.rank], edges[self.world.rank + 1])
         parts = [own[:, a:b] * self.world.share for a, b in pairwise(edges)]
-        return self.world.exchange(parts, self.counts).to(like.device), part
+        found = self.world.exchange(parts, self.counts).to(like.device)
+        return found[torch.tensor(self.order, device=like.device)], part
 
 
 def players(micro: MicroBatch) -> int:
