@@ -45,12 +45,12 @@ def gains(
         return None
     (Q, N), (R, C, n) = directions.shape, orders.shape
     found = torch.empty((Q, R, C, n), dtype=torch.float32, device=rows.device)
-    one = not isinstance(factor, Tensor)
-    factors = found if one else factor.float().contiguous()
+    one = 1.0 if isinstance(factor, Tensor) else factor
+    factors = factor.float().contiguous() if isinstance(factor, Tensor) else found
     device = [torch.as_tensor(x, dtype=torch.float32, device=rows.device) for x in numbers]
     _gains[(-(-n // BLOCKS),)](
         whole, m, v, torch.stack(device), rows, directions, orders.int().contiguous(), factors,
-        factor if one else 1.0, found, N, n, Q, R, C, ONE=one, ROWS=BLOCKS, BLOCK=block,
+        one, found, N, n, Q, R, C, ONE=not isinstance(factor, Tensor), ROWS=BLOCKS, BLOCK=block,
     )  # fmt: skip
     return found
 
@@ -73,6 +73,7 @@ if kernels.AVAILABLE:
         low = b2 * tl.load(v + at, mask=inside, other=0.0)
         received = tl.load(whole + at, mask=inside, other=0.0)
         without = size * top / (tl.sqrt(low) + eps)
+        zero = tl.zeros([], dtype=tl.int64)
         for r in range(R):
             x = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
             before = without
@@ -89,6 +90,7 @@ if kernels.AVAILABLE:
                 gain = tl.where(inside, after - before, 0.0)
                 before = after
                 for q in range(Q):
-                    d = tl.load(directions + q * N + at, mask=inside, other=0.0)
-                    own = found + (q * R * C).to(tl.int64) * n + place
+                    far = zero + q  # of large sizes
+                    d = tl.load(directions + far * N + at, mask=inside, other=0.0)
+                    own = found + far * R * C * n + place
                     tl.store(own, tl.sum(gain * d, axis=1), mask=there)
