@@ -92,11 +92,14 @@ def test_all_orders_are_the_shapley_value_of_the_update(every, monkeypatch):
     if not every:
         orders = torch.tensor([*itertools.permutations(range(4))])  # [24, 4]
 
-        def draw(self, blocks, device):
-            return orders[:, None].expand(-1, -(-blocks // 4), -1)
+        class Every(joining.Orders):
+            def __init__(self, players, pairs, generator):
+                super().__init__(players, 24, generator)
 
-        monkeypatch.setattr(joining.Orders, "draw", draw)
-        monkeypatch.setattr(coalitions, "Orders", lambda C, pairs, g: joining.Orders(C, 24, g))
+            def draw(self, blocks, device):
+                return orders[:, None].expand(-1, -(-blocks // 4), -1)
+
+        monkeypatch.setattr(coalitions, "Orders", Every)
         monkeypatch.setattr(coalitions, "ENOUGH", np.inf)
         monkeypatch.setattr(coalitions, "FEW", 0)
     run, model, optimizer = watched()
