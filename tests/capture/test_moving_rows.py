@@ -616,7 +616,9 @@ def truth(model, batch, rows):
 
 def valued(model, batch, **options):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with inrun.watch(model, optimizer, validation=[batch], loss=loss_of, **options) as run:
+    with inrun.watch(
+        model, optimizer, validation=[batch], loss=loss_of, estimator="secant", **options
+    ) as run:
         with run.batch(range(B)):
             loss_of(model, batch).backward()
         optimizer.step()
@@ -665,7 +667,7 @@ def test_rows_moved_before_the_model_receives_them_are_the_users_own(move):
     for loss, batch in (moved, (x, y)), (plain, (move(x), move(y))):
         m = copy.deepcopy(model)
         optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
-        with inrun.watch(m, optimizer, validation=[batch], loss=loss) as run:
+        with inrun.watch(m, optimizer, validation=[batch], loss=loss, estimator="secant") as run:
             with run.batch(range(B)):
                 loss(m, batch).backward()
             optimizer.step()

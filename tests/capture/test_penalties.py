@@ -122,7 +122,13 @@ def test_values_are_those_of_the_data_part_and_training_is_untouched(name, train
     model = made(name)
     twin = copy.deepcopy(model)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, twin)]
-    options = {"validation": [batch], "loss": data, "training": training, "audit_every": 1}
+    options = {
+        "validation": [batch],
+        "loss": data,
+        "training": training,
+        "audit_every": 1,
+        "estimator": "secant",
+    }
     with inrun.watch(model, optimizers[0], **options) as run:
         expected = []
         for _ in range(3):
@@ -152,7 +158,9 @@ def test_a_penalty_in_a_backward_pass_of_its_own(batch):
         torch.manual_seed(0)
         model = Net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        with inrun.watch(model, optimizer, validation=[batch], loss=data) as run:
+        with inrun.watch(
+            model, optimizer, validation=[batch], loss=data, estimator="secant"
+        ) as run:
             with run.batch(range(B)):
                 penalty = 0.1 * model.a.weight.square().sum()
                 if apart:
@@ -173,7 +181,7 @@ def test_a_penalty_of_each_micro_batch(batch):
     nobody = [torch.cat([g[:B], 2 * g[B:]]) for g in expected.values()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     values = reference.values(model, optimizer, nobody, lambda m: data(m, batch))
-    with inrun.watch(model, optimizer, validation=[batch], loss=data) as run:
+    with inrun.watch(model, optimizer, validation=[batch], loss=data, estimator="secant") as run:
         for k in (0, 1):
             with run.batch(range(k, B, 2)):
                 part = tuple(x[k] for x in half)

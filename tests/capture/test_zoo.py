@@ -8,8 +8,11 @@ from helpers.captures import captured, close, gradients_of, reference_rows, trai
 from helpers.zoo import ZOO
 from inrun.exact import reference
 from inrun.gradients.nodes import directions
+from inrun.scoring import coalitions
 from inrun.scoring.contraction import Direction, contract
 from inrun.tensors.derivative import VMAP_PAYS
+
+POINTS_OF = {"secant": (0.5,), "shapley": (0.5,), "tangent": (None,), "sgd": (None,)}
 
 
 @pytest.mark.parametrize("fast", [False, True], ids=["bitwise", "fast"])
@@ -43,8 +46,10 @@ def test_per_example_gradients(name, form, fast):
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_values(name):
-    """One real step after two others: secant+midpoint, tangent and SGD values of every example."""
+def test_values(name, monkeypatch):
+    """One real step after two others: secant+midpoint, Shapley values of the update, tangent and
+    SGD values of every example."""
+    monkeypatch.setattr(coalitions, "ENOUGH", 0.0)  # sample until it is cheaper to take all
     problem = ZOO[name]()
     model = problem.model
     params = list(trainable(model).values())
@@ -59,7 +64,7 @@ def test_values(name):
         optimizer,
         validation=[other],
         loss=val_loss,
-        estimator=["secant", "tangent", "sgd", "secant+gauss2"],
+        estimator=["secant", "shapley", "tangent", "sgd", "secant+gauss2"],
         batch_dim=problem.batch_dim,
         audit_every=1,
     )
@@ -73,7 +78,7 @@ def test_values(name):
                 kind: reference.values(
                     model, optimizer, rows, lambda m: val_loss(m, other), kind, points
                 )
-                for kind, points in (("secant", (0.5,)), ("tangent", (None,)), ("sgd", (None,)))
+                for kind, points in POINTS_OF.items()
             }
             model.train()
         optimizer.step()

@@ -57,7 +57,7 @@ def train(
                        optim_state_dict=state["optimizer"], options=WHOLE)  # fmt: skip
     run = inrun.watch(
         net, optimizer, validation=[(x[32:36], y[32:36]), (x[36:], y[36:])], loss=loss,
-        out=folder / "run", audit_every=3, overwrite=overwrite,
+        out=folder / "run", audit_every=3, overwrite=overwrite, estimator="secant",
     )  # fmt: skip
     if state is not None:
         run.load_state_dict(state["run"])

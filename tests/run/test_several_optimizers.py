@@ -66,6 +66,7 @@ def rows_for(step, k=0):
 
 def watch(model, optimizers, **options):
     options = {"audit_every": 1, "validation": [VALIDATION], "loss": next_token} | options
+    options = {"estimator": "secant"} | options
     return inrun.watch(model, optimizers, **options)
 
 

@@ -44,7 +44,8 @@ def adamw(model):
 
 
 def watch(model, optimizer, **options):
-    return inrun.watch(model, optimizer, validation=[(X, Y)], loss=loss, **options)
+    return inrun.watch(model, optimizer, validation=[(X, Y)], loss=loss,
+                       **{"estimator": "secant"} | options)  # fmt: skip
 
 
 def train(model, **options):

@@ -690,7 +690,8 @@ def test_values_behind_a_division_agree_with_the_reference():
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
     optimizer = adamw(model.parameters())
     x, v = X.double(), (V[0].double(), V[1])
-    with inrun.watch(model, optimizer, validation=[v], loss=loss, audit_every=0) as run:
+    with inrun.watch(model, optimizer, validation=[v], loss=loss, audit_every=0,
+                     estimator="secant") as run:  # fmt: skip
         for step in range(3):
             rows = torch.arange(6) + 6 * step
             rest = reference.per_example_gradients(

@@ -145,7 +145,7 @@ class Hidden(nn.Module):
 def step(model, loss, batch, **options):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     options = {"validation": [batch]} | options
-    with inrun.watch(model, optimizer, loss=loss, **options) as run:
+    with inrun.watch(model, optimizer, loss=loss, estimator="secant", **options) as run:
         with run.batch(range(B)):
             loss(model, batch).backward()
         optimizer.step()
@@ -169,6 +169,7 @@ def test_rows_that_move_inside_the_model_keep_their_examples(name, form, trainin
     plain.f = undone
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (moved, plain)]
     options = {"validation": [batch], "loss": mse, "form": form, "training": training}
+    options["estimator"] = "secant"
     expected = []
     with inrun.watch(moved, optimizers[0], **options) as run:
         for _ in range(2):  # the second step finds its calls in the memo
@@ -364,7 +365,9 @@ def test_a_shared_input_is_known_from_a_batch_of_another_size():
     x, memory, y = torch.randn(B, 6), torch.randn(B, 6), torch.randn(B, 3)
     model, other = Memory(), (torch.randn(7, 6), memory, torch.randn(7, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    with inrun.watch(model, optimizer, validation=[(x, memory, y)], loss=mse) as run:
+    with inrun.watch(
+        model, optimizer, validation=[(x, memory, y)], loss=mse, estimator="secant"
+    ) as run:
         with run.batch(range(7)):  # seven rows, and a memory of four
             mse(model, other).backward()
         optimizer.step()

@@ -71,7 +71,7 @@ def trained(
 ):
     model = copy.deepcopy(first)
     opt = optimizer(model)
-    options = {"audit_every": 0} | options
+    options = {"audit_every": 0, "estimator": "secant"} | options
     with inrun.watch(model, opt, targets=targets, loss=val_loss or loss, **options) as run:
         for step in range(steps):
             for rows in torch.arange(6 * step, 6 * step + 6).chunk(parts):

@@ -149,7 +149,7 @@ def train(
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1.0, (s + 1) / WARMUP))
     run = inrun.watch(
         model, optimizer, targets={k: [x] for k, x in questions.items()}, loss=next_word,
-        out=folder, audit_every=10, seed=seed,
+        out=folder, audit_every=10, seed=seed, estimator="secant",  # warm-up: small first steps
     )  # fmt: skip
     steps = epochs * -(-n // BATCH)
     with (

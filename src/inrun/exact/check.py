@@ -97,8 +97,8 @@ class Check:
             return "usable: ranks are right, sizes are off by the error shown"
         return (
             "do not trust this step. In the first steps of an adaptive optimizer every linear "
-            "estimator is poor: use estimator='shapley', or check again after step 20. Later, "
-            "try point='gauss2' or a smaller learning rate"
+            "estimator is poor: use estimator='shapley', the default, or check again after step "
+            "20. Later, try point='gauss2' or a smaller learning rate"
         )
 
     def _within(self, error: float, correlation: float) -> bool:

@@ -268,7 +268,8 @@ def values(
             their sum.
         loss: the validation loss of a model.
         kind: "secant" divides the whole change by G; "tangent" differentiates numerically at G;
-            "sgd" multiplies by the learning rate.
+            "sgd" multiplies by the learning rate; "shapley" is the Shapley value of the update
+            itself, over all coalitions, the validation loss taken as linear.
         points: where on the path from w_∅ (0) to w_B (1) the validation gradient is taken; None
             is w_t.
 
@@ -279,6 +280,8 @@ def values(
     without = stepped(optimizer, [torch.zeros_like(g) for g in G])
     with_batch = stepped(optimizer, G)
     gradient = _validation_gradient(model, optimizer, loss, without, with_batch, points)
+    if kind == "shapley":
+        return _shapley_of_update(optimizer, rows, gradient)
     if kind == "secant":
         change = [
             (a - b) / torch.where(g == 0, 1.0, g)
@@ -298,6 +301,24 @@ def values(
         moves = g.abs() > 1e-10 * r.abs().sum(0)
         total += (c * v * r * moves).reshape(len(r), -1).sum(1)
     return total
+
+
+def _shapley_of_update(
+    optimizer: Optimizers, rows: Sequence[Tensor], gradient: Sequence[Tensor]
+) -> Tensor:
+    """Shapley values of −⟨∇ℓ, w(S)⟩, w(S) the weights after a step of the coalition S; of all, with
+    the gradient that is there."""
+    params = [p for group in groups_of(optimizer) for p in group["params"]]
+
+    def utility(S: frozenset[int]) -> float:
+        g = [r[sorted(S)].sum(0) for r in rows]
+        if len(S) == len(rows[0]):
+            pairs = zip(params, g, strict=True)
+            g = [own if p.grad is None else p.grad.clone() for p, own in pairs]
+        weights = zip(gradient, stepped(optimizer, g), strict=True)
+        return -sum(float((v * w).sum()) for v, w in weights)
+
+    return torch.from_numpy(exact_shapley(len(rows[0]), utility))
 
 
 def _validation_gradient(

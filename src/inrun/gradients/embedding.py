@@ -50,6 +50,11 @@ class Lookup(Record):
         at = self.ids + torch.arange(B, device=self.ids.device)[:, None] * self.size
         return out.index_add_(0, at.flatten(), self.delta.reshape(B * T, O)).view(B, self.size, O)
 
+    def part(self, cut: slice) -> Tensor:
+        inside = (self.ids >= cut.start) & (self.ids < cut.stop)
+        ids = torch.where(inside, self.ids - cut.start, 0)
+        return Lookup(ids, self.delta * inside[..., None], cut.stop - cut.start).rows()
+
     def energy(self) -> Tensor:
         """Exact: the tokens of an example that look up the same row are added first."""
         B, T, O = self.delta.shape  # noqa: E741

@@ -40,6 +40,10 @@ class Record:
         """g_i for each example: [B, *W]."""
         raise NotImplementedError
 
+    def part(self, cut: slice) -> Tensor:
+        """g_i for each example, of a part of W's first dimension: [B, n, …]."""
+        return self.rows()[:, cut]
+
     def cut(self, first: int, last: int) -> Record:
         """The record of some of the examples."""
         return self.map(lambda t: t[first:last])
@@ -188,6 +192,11 @@ class Pair(Record):
         n, m = left.shape[-1], right.shape[-1]
         g = aligned(left).mT @ aligned(right)
         return g if g.shape[1:] == (n, m) else g[:, :n, :m]
+
+    def part(self, cut: slice) -> Tensor:
+        if self.transposed:
+            return replace(self, a=self.a[..., cut]).rows()
+        return replace(self, delta=self.delta[..., cut]).rows()
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         a, delta = in_one_type(self.a, self.delta)

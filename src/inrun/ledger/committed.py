@@ -104,6 +104,7 @@ class Committed(LedgerTables):
         if self.estimators[estimator] == CARRY:
             moved = np.stack([raw[c].to_numpy() for c in self.columns.moved]).reshape(2, Q, -1)
             columns |= dict(zip(MOVED, moved.mean(axis=1), strict=True))
+        columns["bend"] = raw[self.columns.bend[estimator]].to_numpy()
         before, without, after = A.mean(axis=1)
         columns |= audit_columns(total, nobody, before, without, after, columns["drop"])
         return pd.DataFrame(columns)[list(STEP_COLUMNS)]

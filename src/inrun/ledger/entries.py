@@ -48,6 +48,8 @@ class StepEntry:
     margin and label of the examples in this step (ledger/signals.py), NaN where not known, None
     where none is. ``moved`` [E, 2, Q] belongs to "carry" (NaN for other estimators): how far the
     loss fell along the step, by the gradient halfway, and weight decay's part of that.
+    ``bend`` [E] is how far the secant's values were off where orders of the examples were sampled
+    instead (relative; NaN for other estimators), None where they were not.
     ``weight`` is 1/p, p the probability with which the step was chosen for scoring.
     """
 
@@ -64,6 +66,7 @@ class StepEntry:
     sums: np.ndarray | None = None
     moved: np.ndarray | None = None
     signals: np.ndarray | None = None
+    bend: np.ndarray | None = None
 
 
 class Ledger(Protocol):
@@ -338,6 +341,8 @@ def step_row(entry: StepEntry, estimator: int) -> dict[str, Any]:
     row |= {"nobody": nobody, "missed": entry.missed, "void": entry.void}
     if entry.moved is not None and V is not None:
         row["drop"], row["decay"] = entry.moved[estimator].mean(axis=1)
+    if entry.bend is not None and V is not None:
+        row["bend"] = float(entry.bend[estimator])
     if audit is not None:
         losses = (audit.before, audit.without_batch, audit.with_batch)
         before, without, after = (float(np.mean(x)) for x in losses)
@@ -377,6 +382,7 @@ def from_state(d: dict[str, Any]) -> StepEntry:
         sums=None if d.get("sums") is None else np.asarray(d["sums"], dtype=np.float64),
         moved=None if d.get("moved") is None else np.asarray(d["moved"], dtype=np.float64),
         signals=None if d.get("signals") is None else np.asarray(d["signals"], dtype=np.float64),
+        bend=None if d.get("bend") is None else np.asarray(d["bend"], dtype=np.float64),
     )
 
 

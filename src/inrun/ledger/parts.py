@@ -73,6 +73,11 @@ class Columns:
         "carry"; none for other estimators."""
         return file_columns(MOVED, self.targets) if CARRY in self.estimators else []
 
+    @property
+    def bend(self) -> list[str]:
+        """The columns of how far the secant was off, one per estimator."""
+        return file_columns(["bend"], self.estimators)
+
     def tokens(self, estimator: int) -> list[str]:
         """The columns of what the model received, and of its positions' values for each target."""
         return [name for name, _ in fields(self.values(estimator))]
@@ -81,7 +86,8 @@ class Columns:
         """The last columns, which not all files of this kind have: groups that come together."""
         if kind == "values":
             return [FIELDS, fields(file_columns(self.estimators, self.targets))]
-        return [[(n, pa.float64()) for n in (*self.nobody, *self.moved)]]
+        groups = [*self.nobody, *self.moved], self.bend
+        return [[(n, pa.float64()) for n in own] for own in groups]
 
     def schemas(self, kind: str, ids: str | None) -> list[pa.Schema]:
         """The Arrow schemas that a file of this kind may have: with all optional columns first,
@@ -174,6 +180,9 @@ def steps_table(waiting: Sequence[BufferedEntry], columns: Columns) -> pa.Table:
     data += [pa.array(x, from_pandas=True) for x in _nobody(entries, len(columns.nobody))]
     if columns.moved:
         data += [pa.array(x, from_pandas=True) for x in _moved(entries, columns)]
+    none = np.full(len(columns.estimators), np.nan)
+    bend = np.array([none if r.bend is None or r.values is None else r.bend for r in entries])
+    data += [pa.array(x, from_pandas=True) for x in bend.T]
     schema = columns.schemas("steps", None)[0]
     made = [pa.array(x, f.type) for x, f in zip(data, schema, strict=True)]
     return pa.table(made, schema=schema)

@@ -30,7 +30,7 @@ TOGETHER = 32  # columns of a query: DuckDB's time to plan it grows faster than 
 ROUNDING = 1e-6  # times the largest value of a batch: a smaller spread counts as none
 STEP_COLUMNS = (
     "step", "lr", "examples", "sum", "nobody", "loss", "batch_share", "momentum_share",
-    "residual", "explained", "drop", "decay", "missed", "void",
+    "residual", "explained", "drop", "decay", "missed", "bend", "void",
 )  # fmt: skip
 HALVES = ("half 1", "half 2")  # targets, or ends of their names, that ``inrun.halves`` makes
 RESERVED = ("step", "id", "value", "steps", "scored", "weight", "harm")

@@ -9,7 +9,7 @@ each column of values.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,13 @@ class Tokens:
     def bytes(self) -> int:
         own = self.sizes.nbytes + self.values.nbytes
         return own + (0 if self.inputs is None else self.inputs.nbytes)
+
+
+def moved_by(tokens: Tokens, more: np.ndarray) -> Tokens:
+    """With these numbers [E, Q, B] more for the examples, in equal parts for their positions."""
+    each = more / np.maximum(tokens.sizes, 1)
+    values = tokens.values + np.repeat(each, tokens.sizes, axis=-1)
+    return replace(tokens, values=values.astype(np.float32))
 
 
 def fields(columns: Sequence[str]) -> list[tuple[str, pa.DataType]]:

@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW
 
 from inrun.optimizers.adam_kernel import AdamStep, Numbers
+from inrun.optimizers.adam_orders import gains
 from inrun.optimizers.base import Scale, divided_difference, register_optimizer
 from inrun.optimizers.common import (
     Options,
@@ -194,9 +195,24 @@ def squares(g: Tensor, w: Tensor, s: State, o: Options) -> Tensor:
     return average(s.get("exp_avg_sq"), effective_gradient(g, w, o).square(), c.beta2) / c.c2
 
 
+def gained(
+    g: Tensor, w: Tensor, s: State, o: Options, rows: Tensor, directions: Tensor, orders: Tensor,
+    block: int, factor: Tensor | float,
+) -> Tensor | None:  # fmt: skip
+    """What the update gains when examples join in these orders, by the GPU kernel (adam_orders.py);
+    None where it does not apply. Before the first step the moments are 0."""
+    if _common(o) is None:
+        return None
+    c, zero = _scalars(g, s, o), torch.zeros_like(g)
+    numbers = c.beta1, 1 - c.beta1, c.beta2 / c.c2, (1 - c.beta2) / c.c2, c.size, c.eps
+    m, v = (s.get(k, zero).contiguous() for k in ("exp_avg", "exp_avg_sq"))
+    return gains(g, m, v, numbers, rows, directions, orders, block, factor)
+
+
 _OPTIONS = {
     "decay": decoupled_decay, "factor": factor, "derivative": derivative, "elementwise": True,
     "squares": squares, "one_pass": {"secant": one_pass}, "whole_model": whole_model,
+    "gained": gained,
     "momentum": Momentum("exp_avg", average_share, carried, beta1_of, betas_on_device),
 }  # fmt: skip
 

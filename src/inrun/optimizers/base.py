@@ -97,6 +97,8 @@ class Rule:
         one_pass: by name of a map (scoring/estimators.py): a function that computes the map's K and
             the weights at a point of the path together, faster than one after the other.
         whole_model: makes of all parameters one step for a GPU kernel (adam_kernel.py).
+        gained: what the update gains when examples join in sampled orders, by a GPU kernel
+            (adam_orders.py); None where that does not apply.
         momentum: how its steps depend on past gradients, where that is one average of them.
         squares: the running mean of the squared gradient, after the step, by whose root steps are
             divided, ``(g, w, state, options) -> tensor``, where there is one.
@@ -117,6 +119,7 @@ class Rule:
     whole_model: ToWholeModel | None = None
     momentum: Momentum | None = None
     squares: UpdateMap | None = None
+    gained: Callable[..., Tensor | None] | None = None
 
     @torch.no_grad()
     def tangent(self, g: Tensor, w: Tensor, s: State, o: Options) -> LinearMap:

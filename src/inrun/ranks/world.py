@@ -163,6 +163,17 @@ class World:
             return flag
         return bool(self.total(torch.tensor(float(flag), device="cpu")))
 
+    def exchange(self, parts: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+        """Send the r-th of these parts [C_own, n_r] to rank r; returns what all ranks sent here,
+        below each other [Σ C_r, n_own]. ``counts``: C of every rank."""
+        sent = torch.cat([p.flatten() for p in parts]).to(self.device)
+        n = parts[self.rank].shape[1]
+        received = sent.new_empty(sum(counts) * n)
+        sizes = [p.numel() for p in parts]
+        self.bytes += sent.numel() * sent.element_size()
+        dist.all_to_all_single(received, sent, [C * n for C in counts], sizes, group=self.group)
+        return received.view(sum(counts), n)
+
     def _reduce(self, x: Tensor) -> None:
         self.bytes += x.numel() * x.element_size()
         dist.all_reduce(x, group=self.group)

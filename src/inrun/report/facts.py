@@ -36,8 +36,16 @@ def collect(
         "bytes": saved.bytes,
         **audit_summary(steps),
         "carry": carry_summary(steps),
+        "sampled_steps": int(steps["bend"].notna().sum()),
+        "bend": _last(steps["bend"]),
         **noise(saved.targets, values, saved.info.get("validation")),
     }
+
+
+def _last(x: pd.Series[float]) -> float | None:
+    """The last number of a column, if there is one."""
+    known = x.dropna()
+    return float(known.iloc[-1]) if len(known) else None
 
 
 def describe(f: dict[str, Any]) -> dict[str, str]:
@@ -52,6 +60,11 @@ def describe(f: dict[str, Any]) -> dict[str, str]:
         "estimators": ", ".join(f["estimators"]),
         "sum of values": f"{f['sum_of_values']:.4g} ({f['estimator']})",
     }
+    if f["sampled_steps"]:
+        text["first steps"] = (
+            f"orders of the examples were sampled in {f['sampled_steps']:,} steps; in the last of "
+            f"them the secant was off by {f['bend']:.2%}"
+        )
     if f["carry"]:
         text |= _carried(f)
     elif f["audited"]:

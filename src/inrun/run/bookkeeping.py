@@ -260,7 +260,7 @@ class EntryQueue:
         done = replace(
             entry, values=result.values, void=result.void, audit=result.audit,
             missed=result.missed, nobody=result.nobody, tokens=result.tokens, sums=result.sums,
-            moved=result.moved, signals=result.signals,
+            moved=result.moved, signals=result.signals, bend=result.bend,
         )  # fmt: skip
         self._record([done] if self._carry is None else self._carry.settled(done))
 

@@ -57,6 +57,7 @@ class Checkpoints:
             "validation": self._validator.state_dict(),
             "ledger": ledger.state_dict(),
             "rank": self.world.rank,
+            "sampling": [s.sampling.state_dict() for s in scorers],
             "carried": [as_state(e) for e in self._entries.incomplete()],
             "curvature": [state_of(c) for s in scorers if (c := s.maps.curvature) is not None],
         }
@@ -84,6 +85,8 @@ class Checkpoints:
             stepper.taking = None
             known = audits if isinstance(audits, list) else [audits]  # saved before several could
             stepper.next_audit = known[min(i, len(known) - 1)]
+        for stepper, own in zip(self._steppers, state.get("sampling", ()), strict=False):
+            stepper.scorer.sampling.load_state_dict(own)
         load_curvature([stepper.scorer for stepper in self._steppers], state)
         self._validator.load_state_dict(state["validation"])
         self._loaded = True

@@ -41,7 +41,7 @@ def watch(
     loss: Loss | None = None,
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
-    estimator: str | Sequence[str] = "secant",
+    estimator: str | Sequence[str] = "shapley",
     point: str | None = None,
     training: Literal["bitwise", "fast"] = "bitwise",
     audit_every: int = 50,
@@ -78,14 +78,17 @@ def watch(
         out: a folder for the ledger; None keeps it in memory. A folder that holds an earlier run
             is continued by ``load_state_dict`` and otherwise refused.
         overwrite: start again in such a folder; what it holds is forgotten at the first step.
-        estimator: "secant" (values add up), "shapley" (the same, and right in the first steps,
-            where it costs more: docs/accuracy.md), "tangent" (Theorem 4.2 of the paper), "sgd"
-            (ignores the optimizer), "carry" (also what momentum carries into later steps; see
-            ``window``), "influence" (what would be lost without the example, by the inverse
-            curvature: docs/which-number.md; "influence:1" sets its damping), or several; a point of
-            its own after a plus: "secant+gauss2".
+        estimator: "shapley" (values add up, and are right in the first steps, too, in which orders
+            of the examples are sampled while the update bends, at most in 100: docs/accuracy.md;
+            "shapley:1000" sets another number), "secant" (the same without sampling: cheaper first
+            steps, in which it is far off), "tangent" (Theorem 4.2 of the paper), "sgd" (ignores the
+            optimizer), "carry" (also what momentum carries into later steps; see ``window``),
+            "influence" (what would be lost without the example, by the inverse curvature:
+            docs/which-number.md; "influence:1" sets its damping), or several; a point of its own
+            after a plus: "secant+gauss2".
         point: where the validation gradient is taken: "midpoint", "current" or "gauss2" (two
-            points, twice the cost); None is midpoint for secant and current for the others.
+            points, twice the cost); None is midpoint for shapley and secant and current for the
+            others.
         training: "bitwise" leaves the training as it is without inrun, bit for bit; "fast" forms
             weight gradients as sums of per-example gradients, the same up to rounding. What is
             compiled by ``torch.compile`` is the same up to rounding in any case.

@@ -68,19 +68,25 @@ def agreed(
     """For the numbers of a step: what ``Agreed.of`` reads; nothing in one process."""
     if world.alone:
         return {}
-    own = _by_example(columns, numbers["values"])
+    own = by_example(columns, numbers["values"])
     expected = numbers["expected"]
     bad = ~numbers["finite"].bool() | ~numbers["losses"].isfinite().all()
     bad = bad | ~own.isfinite().all()
     if flags is not None:
         bad = bad | flags.bool().any()
-    parts = [own.sum(-1), own.abs().sum(-1), own[..., -1], expected, expected.square()]
+    nobody = best(own, numbers.get("sampled"))[..., -1]
+    parts = [own.sum(-1), own.abs().sum(-1), nobody, expected, expected.square()]
     last = torch.stack([torch.ones_like(bad), bad]).to(expected)
     flat = torch.cat([*(x.flatten() for x in parts), last])
     return {"agreed": world.total(flat.nan_to_num()).to(expected.device)}
 
 
-def _by_example(columns: Columns, values: Tensor) -> Tensor:
+def best(values: Tensor, sampled: Tensor | None) -> Tensor:
+    """The values [E, Q, B + 1] by example, from sampled orders where there are such."""
+    return values if sampled is None else torch.where(sampled.isnan(), values, sampled)
+
+
+def by_example(columns: Columns, values: Tensor) -> Tensor:
     """Values [..., C] added up by example, nobody's last: [..., B + 1]. Stays on the device."""
     example = torch.as_tensor(columns.example).to(values.device, non_blocking=True).long()
     place = torch.where(example < 0, columns.B, example)

@@ -9,81 +9,43 @@ each is credited with what the update gains when it joins, coordinate by coordin
 
 This is the Shapley value of the update itself, with the validation loss linear between w_∅ and w_B.
 It adds up to ⟨∇ℓ, Ψ(ḡ) − Ψ(0)⟩ as the secant does, and costs one evaluation of the update for each
-example and order. Few examples have few coalitions: then all of them are taken, and nothing is left
-to chance. ``Sampling`` measures whether that still matters.
+example and order. A few coordinates at a time have orders of their own, so that four are enough for
+a large model. Few examples have few coalitions: then all are taken, and nothing is left to chance.
+
+Several ranks: each evaluates a part of the coordinates for the examples of all ranks, whose
+gradients it is sent. ``Sampling`` measures whether all this still matters.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from inrun import kernels
 from inrun.capture.micro_batch import MicroBatch
-from inrun.gradients.nodes import pull_back
-from inrun.optimizers.base import Rule
+from inrun.gradients import Record
+from inrun.gradients.nodes import Node, pull_back
 from inrun.optimizers.common import widest
+from inrun.ranks.world import World
 from inrun.scoring.clipping import Clipping
-from inrun.scoring.estimators import POINTS, Estimator, Place
+from inrun.scoring.joining import FEW, All, Joining, Orders, block
 from inrun.scoring.moved import ParamStep
 from inrun.scoring.path import Pack
 from inrun.validation.sweep import Gradients
 
+if TYPE_CHECKING:
+    from inrun.scoring.scorer import Step
+
 ENOUGH = 0.01  # relative standard error
-NEAR = 0.005  # relative: what the secant may be off, in so many steps running:
-RUNNING = 3
-MOST = 64  # pairs of an order and its reverse
-LEAST = 4
-FEW = 2**12  # coalitions, to take all of them
-MEMORY = 2**24  # numbers of a piece of a parameter, for all coalitions
-PIECE = {"cpu": 2**11, "cuda": 2**17}  # coordinates that share their orders
-
-
-class Sampling:
-    """Values by sampled orders for the estimators that ask for them, while the update map bends.
-
-    It bends until the secant was near the Shapley value of the update in a few steps running. That
-    is measured again at every audit, and when the set of parameters changes.
-    """
-
-    def __init__(self, estimators: Sequence[Estimator], rules: Sequence[Rule], alone: bool) -> None:
-        self.estimators = [(e, x) for e, x in enumerate(estimators) if x.sampled]
-        bends = all(r.elementwise for r in rules) and any(r.adaptive for r in rules)
-        self._bends = alone and bends  # the examples of other ranks are not at hand
-        self._near, self._params = 0, list[str]()
-
-    def wanted(self, params: list[str], micros: Sequence[MicroBatch], audit: bool) -> bool:
-        """Are orders sampled in this step?"""
-        if not self.estimators or not self._bends or any(m.slots is not None for m in micros):
-            return False
-        if self._params != params:
-            self._near, self._params = 0, params
-        return audit or self._near < RUNNING
-
-    def fill(
-        self, numbers: dict[str, Tensor], qs: slice, at: Mapping[Place, Gradients],
-        packs: Sequence[Pack], names: Mapping[int, str], micros: Sequence[MicroBatch],
-        clipping: Clipping, others: Sequence[Tensor], seed: int,
-    ) -> None:  # fmt: skip
-        """Put the values of a group of targets beside those of the linear maps."""
-        values = numbers["values"]
-        sampled = numbers.setdefault("sampled", torch.full_like(values, torch.nan))
-        for e, estimator in self.estimators:
-            points = [at[x] for x in POINTS[estimator.point]]
-            Q = qs.stop - qs.start
-            found = sampled_values(points, packs, names, micros, clipping, others, Q, seed)
-            sampled[e, qs] = found.mean
-            self._note(values[e, qs], found)
-
-    def _note(self, secant: Tensor, found: Sampled) -> None:
-        """Compare the secant's values [Q, C] with the sampled ones."""
-        noise = found.error.square().sum()
-        off = ((found.mean - secant).square().sum() - noise).clamp(min=0).sqrt()
-        self._near = self._near + 1 if bool(off <= NEAR * found.mean.norm()) else 0
+MOST = 32  # pairs of an order and its reverse
+SURE = 8  # numbers that a standard error is measured by, at least
+PIECE = {"cpu": 2**17, "cuda": 2**26}  # numbers of a piece of a parameter, for all coalitions
+SLAB = {"cpu": 2**26, "cuda": 2**30}  # numbers of all examples' gradients that are held at a time
 
 
 @dataclass
@@ -104,173 +66,241 @@ class Sampled:
         return torch.stack(self.pairs).std(0) / len(self.pairs) ** 0.5
 
     def enough(self) -> bool:
-        if len(self.pairs) < LEAST:
-            return False
-        return bool(self.error.norm() <= ENOUGH * self.mean.norm())
-
-
-class Joining(Protocol):
-    """Which coalitions are evaluated, and how values follow from them."""
-
-    @property
-    def rows(self) -> int:
-        """How many coalitions each piece of the model is evaluated for."""
-
-    def coalitions(self, rows: Tensor, gram: Tensor | None) -> tuple[Tensor, Tensor | None, Any]:
-        """Gradients g(S) of the coalitions [rows, n], their squared norms over all parameters
-        [rows] where ``gram`` is given, and what ``values`` needs to know."""
-
-    def values(self, worth: Tensor, drawn: Any) -> Tensor:
-        """From ⟨∇ℓ, Ψ(S) − Ψ(∅)⟩ of the coalitions [Q, rows] to values [samples, Q, C]."""
+        return bool(self.pairs) and bool(self.error.norm() <= ENOUGH * self.mean.norm())
 
 
 @dataclass(eq=False)
-class Orders:
-    """Pairs of an order and its reverse."""
+class Players:
+    """The examples of a step as players of one game: those of this rank among those of all, one
+    micro-batch after the other and in each one rank after the other, as one process would have
+    them.
 
-    players: int
-    pairs: int
-    generator: torch.Generator
+    Nobody's part is a player, too. With ``tokens=True`` players are examples, not positions.
+    """
+
+    micros: Sequence[MicroBatch]
+    world: World
+
+    def __post_init__(self) -> None:
+        counts = self.world.gather([players(m) for m in self.micros])
+        places = [(m, r, i) for r, own in enumerate(counts) for m, n in enumerate(own)
+                  for i in range(n)]  # fmt: skip
+        self.counts = [sum(own) for own in counts]  # by rank
+        self.order = sorted(range(len(places)), key=places.__getitem__)  # as they are received
+        self.own = [p for p, x in enumerate(self.order) if places[x][1] == self.world.rank]
 
     @property
-    def rows(self) -> int:
-        return 2 * self.pairs * self.players
+    def all(self) -> int:
+        return len(self.order)
 
-    def coalitions(self, rows: Tensor, gram: Tensor | None) -> tuple[Tensor, Tensor | None, Any]:
-        drawn = [torch.randperm(self.players, generator=self.generator) for _ in range(self.pairs)]
-        orders = torch.stack([o for p in drawn for o in (p, p.flip(0))]).to(rows.device)
-        sizes = None
-        if gram is not None:
-            own = gram[orders[:, :, None], orders[:, None, :]].cumsum(1).cumsum(2)
-            sizes = own.diagonal(dim1=1, dim2=2).flatten()
-        return rows[orders].cumsum(1).flatten(0, 1), sizes, orders
+    def by_example(self, values: Tensor) -> Tensor:
+        """From all players' values [..., C] to those of this rank's examples, nobody's last."""
+        values = values[..., self.own]
+        found = values.new_zeros(*values.shape[:-1], sum(m.B for m in self.micros) + 1)
+        at, place = 0, 0
+        for m in self.micros:
+            n = players(m)
+            found[..., place : place + m.B] = values[..., at : at + m.B]
+            found[..., -1] += values[..., at + m.B : at + n].sum(-1)
+            at, place = at + n, place + m.B
+        return found
 
-    def values(self, worth: Tensor, drawn: Any) -> Tensor:
-        worth = worth.view(len(worth), *drawn.shape)  # [Q, orders, C]
-        gains = worth.diff(dim=2, prepend=torch.zeros_like(worth[:, :, :1]))
-        found = torch.empty_like(gains).scatter_(2, drawn.expand_as(gains), gains)
-        return found.view(len(worth), self.pairs, 2, self.players).mean(2).transpose(0, 1)
-
-
-class All:
-    """Every coalition of few players: nothing is left to chance."""
-
-    def __init__(self, players: int, device: torch.device) -> None:
-        self.players, self.rows = players, 2**players
-        masks = torch.arange(self.rows)[:, None] >> torch.arange(players) & 1  # [rows, C]
-        size, weights = masks.sum(1, keepdim=True), list[float]()
-        for k in range(players):  # of joining k others
-            weights.append(1 / (players * math.comb(players - 1, k)))
-        table = torch.tensor([*weights, 0.0], dtype=torch.float64)
-        inside = torch.where(size > 0, table[(size - 1).clamp(min=0)], 0.0)
-        share = torch.where(masks > 0, inside, -table[size])
-        self.masks, self.share = masks.to(device), share.to(device, widest(device))
-
-    def coalitions(self, rows: Tensor, gram: Tensor | None) -> tuple[Tensor, Tensor | None, Any]:
-        masks = self.masks.to(rows)
-        sizes = None
-        if gram is not None:
-            own = self.masks.to(gram)
-            sizes = (own @ gram * own).sum(1)
-        return masks @ rows, sizes, None
-
-    def values(self, worth: Tensor, drawn: Any) -> Tensor:
-        return (worth @ self.share.to(worth))[None]
+    def rows(
+        self, shapes: Mapping[str, Sequence[int]], like: Tensor, cut: slice | None = None
+    ) -> tuple[Tensor, slice]:
+        """The gradients of all players for this rank's part of some coordinates [C, n], and which
+        part of them that is: whole blocks. In one process: all."""
+        own = rows_of(shapes, self.micros, like, cut)
+        if self.world.alone:
+            return own, slice(0, own.shape[1])
+        N, size = own.shape[1], block(like.device)
+        each = -(-N // (size * self.world.size)) * size
+        edges = [min(N, r * each) for r in range(self.world.size + 1)]
+        part = slice(edges[self.world.rank], edges[self.world.rank + 1])
+        parts = [own[:, a:b] * self.world.share for a, b in pairwise(edges)]
+        found = self.world.exchange(parts, self.counts).to(like.device)
+        return found[torch.tensor(self.order, device=like.device)], part
 
 
-def sampled_values(
-    points: Sequence[Gradients],
-    packs: Sequence[Pack],
-    names: Mapping[int, str],
-    micros: Sequence[MicroBatch],
-    clipping: Clipping,
-    others: Sequence[Tensor],
-    Q: int,
-    seed: int,
-) -> Sampled:
-    """Values [Q, C] of a group of Q targets by sampled orders, more of them until their standard
-    error is small; by all coalitions, where these are no more than the next orders would visit.
+def players(micro: MicroBatch) -> int:
+    """The examples of a micro-batch, and nobody if anything is nobody's."""
+    nobody = micro.nobody or (micro.slots is not None and bool((micro.slots < 0).any()))
+    return micro.B + nobody
+
+
+@dataclass(eq=False)
+class Game:
+    """One step: what the coalitions of its players are evaluated with.
 
     Args:
-        packs: the parameters of the step; ``names`` of those that are scored, by their place.
+        names: of the parameters that are scored, by their place among all of the step.
         others: gradients that are not scored but clipped together with the others; every player
             has an equal share of them.
-        seed: of the orders.
     """
-    generator = torch.Generator().manual_seed(seed)
-    C = sum(m.columns for m in micros)
-    gram = _gram(packs, names, micros, others) if clipping.norm is not None else None
-    found = Sampled()
 
-    def by(joining: Joining) -> Tensor:
-        total: Tensor | float = 0.0
+    players: Players
+    packs: list[Pack]
+    names: Mapping[int, str]
+    clipping: Clipping
+    others: Sequence[Tensor]
+
+    @property
+    def left(self) -> list[str]:
+        """The scored parameters whose update is not elementwise: they are left to linear maps."""
+        return [self.names[i] for p in self.packs if not p.elementwise for i in p.places]
+
+    @staticmethod
+    def of(step: Step, packs: Sequence[Pack], others: Sequence[Tensor], world: World) -> Game:
+        names = dict(zip(step.places, step.G, strict=True))
+        scored = []
         for pack in packs:
-            if any(i in names for i in pack.places):
-                total = total + _of_pack(pack, names, points, micros, joining, clipping, gram, Q)
-        assert isinstance(total, Tensor)
+            pairs = zip(pack.members, pack.places, strict=True)
+            if own := [(m, i) for m, i in pairs if i in names]:
+                scored.append(Pack([m for m, _ in own], [i for _, i in own]))
+        return Game(Players(step.micros, world), scored, names, step.clipping, others)
+
+    def values(self, points: Sequence[Gradients], Q: int, seed: int) -> Sampled:
+        """Values [Q, C] of a group of Q targets by sampled orders, more of them until their
+        standard error is small; by all coalitions, where these are no more than the next orders
+        would visit. ``seed``: of the orders."""
+        C, device = self.players.all, self.packs[0].members[0].g.device
+        generator = torch.Generator(device).manual_seed(seed)
+        gram = self._gram() if self.clipping.norm is not None else None
+        found = Sampled()
+        while not found.enough():
+            least = 2 if Q * C >= SURE else 4
+            pairs = len(found.pairs) or (1 if C < 2 else least)  # so many as there are already
+            orders = Orders(C, pairs, generator)
+            visited = orders.rows if pairs < MOST else 2 * orders.rows
+            if min(visited, FEW) >= 2**C:
+                return Sampled(list(self._by(All(C, device), points, Q, gram)))
+            if pairs >= MOST:
+                break
+            found.pairs += list(self._by(orders, points, Q, gram))
+        return found
+
+    def _by(
+        self, joining: Joining, points: Sequence[Gradients], Q: int, gram: Tensor | None
+    ) -> Tensor:
+        """Samples of values [samples, Q, C]."""
+        found: list[Tensor] = []
+        for pack in self.packs:
+            if not pack.elementwise:
+                continue
+            names = self._shapes(pack)
+            at = [p.of(list(names), slice(0, Q)) for p in points]
+            v = torch.cat([torch.stack([a[k] for a in at]).mean(0).flatten(1) for k in names], 1)
+            step = pack.joined()
+            for cut, slab in self._slabs(pack):
+                drawn = joining.draw(-(-(slab.stop - slab.start) // block(v.device)), v.device)
+                rows, part = self.players.rows(names, step.g, cut)
+                own = slice(slab.start + part.start, slab.start + part.stop)
+                first = part.start // block(v.device)
+                some = joining, gram, drawn, first
+                found.append(self._of_rows(_piece(step, own), rows, v[:, own], *some))
+        total = self.players.world.total(torch.stack(found).sum(0))
+        total = total.to(found[0].device)
         scale = points[0].scale
         return total if scale is None else total * scale[:, None]
 
-    while not found.enough():
-        pairs = LEAST if not found.pairs else len(found.pairs)  # so often as there are already
-        orders = Orders(C, pairs, generator)
-        if min(orders.rows, FEW) >= 2**C:
-            return Sampled(list(by(All(C, packs[0].members[0].g.device))))
-        if pairs >= MOST:
-            break
-        found.pairs += list(by(orders))
-    return found
+    def _shapes(self, pack: Pack) -> dict[str, Sequence[int]]:
+        pairs = zip(pack.places, pack.members, strict=True)
+        return {self.names[i]: m.p.shape for i, m in pairs}
 
+    def _slabs(self, pack: Pack) -> Iterator[tuple[slice | None, slice]]:
+        """The coordinates of a pack: all, or of a large parameter some of its first dimension at a
+        time (this part of it, and of its flat coordinates)."""
+        p = pack.members[0].p
+        N, C = sum(m.p.numel() for m in pack.members), self.players.all
+        limit = SLAB.get(p.device.type, SLAB["cpu"])
+        if len(pack.members) > 1 or p.ndim < 2 or limit >= C * N:
+            yield None, slice(0, N)
+            return
+        inner = N // len(p)
+        some = max(1, limit // (C * inner))
+        for start in range(0, len(p), some):
+            stop = min(start + some, len(p))
+            yield slice(start, stop), slice(start * inner, stop * inner)
 
-def _of_pack(
-    pack: Pack, names: Mapping[int, str], points: Sequence[Gradients], micros: Sequence[MicroBatch],
-    joining: Joining, clipping: Clipping, gram: Tensor | None, Q: int,
-) -> Tensor:  # fmt: skip
-    """The values that the parameters of a pack bring, for each sample: [samples, Q, C]. Each piece
-    of them has orders of its own, so that their noise averages out."""
-    step = pack.joined()
-    own = [names[i] for i in pack.places]
-    at = [p.of(own, slice(0, Q)) for p in points]
-    v = torch.cat([torch.stack([a[k] for a in at]).mean(0).flatten(1) for k in own], 1)  # [Q, N]
-    rows = torch.cat([g.flatten(1) for g in rows_of(own, micros, step.g)], 1)  # [C, N]
-    total: Tensor | float = 0.0
-    for part in _parts(rows, joining.rows):
-        worth, drawn = _worth(
-            _piece(step, part), rows[:, part], v[:, part], joining, clipping, gram
-        )
-        total = total + joining.values(worth, drawn)
-    assert isinstance(total, Tensor)
-    return total
+    def _of_rows(
+        self, step: ParamStep, rows: Tensor, v: Tensor, joining: Joining, gram: Tensor | None,
+        drawn: object, first: int,
+    ) -> Tensor:  # fmt: skip
+        """The values that some coordinates bring, for each sample: [samples, Q, C]."""
+        if isinstance(joining, Orders):
+            found = self._by_kernel(step, rows, v, joining, gram, drawn, first)
+            if found is not None:
+                return found
+        size, Q, C = block(rows.device), len(v), len(rows)
+        beside = Q if gram is None else Q + C  # numbers for each block
+        limit = PIECE.get(rows.device.type, PIECE["cpu"])
+        each = max(1, limit // (joining.rows * (size + beside))) * size
+        samples = len(drawn) if isinstance(drawn, Tensor) else 1
+        total = torch.zeros(samples, Q, C, dtype=widest(rows.device), device=rows.device)
+        whole = rows.shape[1] // size * size
+        parts = [slice(i, min(i + each, whole)) for i in range(0, whole, each)]
+        if whole < rows.shape[1]:
+            parts.append(slice(whole, rows.shape[1]))
+        for part in parts:
+            own, at = _piece(step, part), first + part.start // size
+            g, sizes = joining.coalitions(rows[:, part].contiguous(), gram, drawn, at)
+            gained = self._gained(own, g, sizes, joining)
+            total += joining.values(v[:, part].to(gained).contiguous(), gained, drawn, at)
+        return total
 
+    def _by_kernel(
+        self, step: ParamStep, rows: Tensor, v: Tensor, joining: Orders, gram: Tensor | None,
+        drawn: object, first: int,
+    ) -> Tensor | None:  # fmt: skip
+        """The same by the rule's GPU kernel; None where it does not apply."""
+        clipping, size = self.clipping, block(rows.device)
+        if step.rule.gained is None or clipping.bound is not None or not kernels.usable([rows]):
+            return None
+        assert isinstance(drawn, Tensor)
+        orders = joining.orders(drawn, first, -(-rows.shape[1] // size))
+        factor: Tensor | float = clipping.common
+        if gram is not None:
+            factor = self._factors(joining.sizes(gram, orders))
+        w = step.p.detach()
+        own = rows, v.float().contiguous(), orders, size, factor
+        gains = step.rule.gained(step.g, w, step.state, step.options, *own)
+        return None if gains is None else joining.credited(gains, orders)
 
-def _worth(
-    piece: ParamStep, rows: Tensor, v: Tensor, joining: Joining, clipping: Clipping,
-    gram: Tensor | None,
-) -> tuple[Tensor, Any]:  # fmt: skip
-    """⟨∇ℓ, Ψ(C(g(S))) − Ψ(0)⟩ of coalitions [Q, rows], the last of each sample whole."""
-    g, sizes, drawn = joining.coalitions(rows, gram)
-    if clipping.norm is not None and sizes is not None:
+    def _factors(self, sizes: Tensor) -> Tensor:
+        """What coalitions whose gradients have these squared norms are scaled by."""
+        clipping = self.clipping
+        assert clipping.norm is not None
         size = sizes.clamp(min=0).sqrt() * clipping.scale
-        g *= (clipping.scale * (clipping.norm / (size + 1e-6)).clamp(max=1.0))[:, None].to(g)
-    elif clipping.bound is not None:
-        g = (g * clipping.scale).clamp_(-clipping.bound, clipping.bound)
-    else:
-        g *= clipping.common
-    C = len(rows)
-    whole = slice(C - 1, None, C) if isinstance(joining, Orders) else slice(-1, None)
-    g[whole] = piece.g  # all have joined: what the optimizer receives, to the bit
-    w = piece.p.detach()
-    after = piece.rule.update(g, w, piece.state, piece.options)
-    after = after - piece.rule.update(torch.zeros_like(piece.g), w, piece.state, piece.options)
-    return (v.to(after) @ after.T).to(widest(rows.device)), drawn
+        return clipping.scale * (clipping.norm / (size + 1e-6)).clamp(max=1.0)
 
+    def _gained(self, step: ParamStep, g: Tensor, sizes: Tensor | None, joining: Joining) -> Tensor:
+        """Ψ(C(g(S))) − Ψ(0) of coalitions [M, N], those that all have joined to the bit."""
+        clipping = self.clipping
+        if sizes is not None:
+            factor = self._factors(sizes)
+            M, n = factor.shape
+            g.view(M, n, -1).mul_(factor.to(g)[..., None])
+        elif clipping.bound is not None:
+            g.mul_(clipping.scale).clamp_(-clipping.bound, clipping.bound)
+        elif clipping.common != 1.0:
+            g.mul_(clipping.common)
+        joining.whole(g)[:] = step.g
+        w = step.p.detach()
+        without = step.rule.update(torch.zeros_like(step.g), w, step.state, step.options)
+        return step.rule.update(g, w, step.state, step.options).sub_(without)
 
-def _parts(rows: Tensor, each: int) -> Iterator[slice]:
-    """A parameter's gradients [C, N] cut into pieces; ``each`` is how many numbers a coordinate
-    takes."""
-    limit = PIECE.get(rows.device.type, PIECE["cpu"])
-    most, N = max(1, min(limit, MEMORY // each)), rows.shape[1]
-    return (slice(start, min(start + most, N)) for start in range(0, N, most))
+    def _gram(self) -> Tensor:
+        """⟨g_i, g_j⟩ over all parameters [C, C]."""
+        like = self.packs[0].members[0].g
+        C = self.players.all
+        total = torch.zeros(C, C, dtype=widest(like.device), device=like.device)
+        for pack in self.packs:
+            names = self._shapes(pack)
+            for cut, _ in self._slabs(pack):
+                rows = self.players.rows(names, pack.members[0].g, cut)[0]
+                total += (rows @ rows.T).to(total)
+        total = self.players.world.total(total).to(total.device)
+        return total + sum(float(g.double().square().sum()) for g in self.others) / C**2
 
 
 def _piece(step: ParamStep, part: slice) -> ParamStep:
@@ -285,36 +315,32 @@ def _piece(step: ParamStep, part: slice) -> ParamStep:
     return ParamStep(p, g, step.rule, state, step.options)
 
 
-def rows_of(names: Sequence[str], micros: Sequence[MicroBatch], like: Tensor) -> list[Tensor]:
-    """The per-example gradients of these parameters over all micro-batches of a step, nobody's part
-    as one more row of its micro-batch: [C, *W] each."""
-    C = sum(m.columns for m in micros)
-    found: dict[str, Tensor] = {}
+def rows_of(
+    shapes: Mapping[str, Sequence[int]], micros: Sequence[MicroBatch], like: Tensor,
+    cut: slice | None = None,
+) -> Tensor:  # fmt: skip
+    """The per-example gradients of these parameters over all micro-batches of a step, side by side,
+    nobody's part as one more row of its micro-batch: [C, N]. ``cut``: of one parameter, this part
+    of its first dimension."""
+    C = sum(map(players, micros))
+    found = {k: like.new_zeros((C, *W)) for k, W in shapes.items()}
+    if cut is not None:
+        found = {k: like.new_zeros((C, cut.stop - cut.start, *W[1:])) for k, W in shapes.items()}
     start = 0
     for micro in micros:
-        assert micro.records  # those of uses are made now
-        for node, records in micro.nodes(names):
+        for node, records in micro.by_example(list(shapes), derived=True):
             for record in records:
-                for k, g in pull_back(node, record.to(like.device).rows()).items():
-                    if k in names:
-                        if k not in found:
-                            found[k] = like.new_zeros((C, *g.shape[1:]))
-                        found[k][start : start + len(g)] += g.to(like)
-        start += micro.columns
-    return [found[k] for k in names]
+                for k, g in _rows(node, record.to(like.device), cut).items():
+                    if k in found:  # with tokens=True perhaps a row for nobody who has nothing
+                        own = g[: players(micro)].to(like)
+                        found[k][start : start + len(own)] += own
+        start += players(micro)
+    return torch.cat([x.flatten(1) for x in found.values()], 1)
 
 
-def _gram(
-    packs: Sequence[Pack], names: Mapping[int, str], micros: Sequence[MicroBatch],
-    others: Sequence[Tensor],
-) -> Tensor:  # fmt: skip
-    """⟨g_i, g_j⟩ over all parameters [C, C]."""
-    total: Tensor | float = 0.0
-    for pack in packs:
-        for m, i in zip(pack.members, pack.places, strict=True):
-            if i in names:
-                rows = rows_of([names[i]], micros, m.g)[0].flatten(1)
-                total = total + (rows @ rows.T).double()
-    assert isinstance(total, Tensor)
-    rest = sum(float(g.double().square().sum()) for g in others)
-    return total + rest / len(total) ** 2
+def _rows(node: Node, record: Record, cut: slice | None) -> dict[str, Tensor]:
+    """The per-example gradients of the parameters that a node is made of."""
+    if node.param is not None:
+        return {node.name: record.rows() if cut is None else record.part(cut)}
+    found = pull_back(node, record.rows())
+    return found if cut is None else {k: x[:, cut] for k, x in found.items()}

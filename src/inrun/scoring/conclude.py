@@ -19,7 +19,7 @@ from torch import Tensor
 from inrun.capture.micro_batch import MicroBatch
 from inrun.capture.signals import means, of_examples
 from inrun.ledger.entries import ELSEWHERE, Audit
-from inrun.ledger.tokens import Tokens
+from inrun.ledger.tokens import Tokens, moved_by
 from inrun.scoring.agreed import OTHER_DIRECTION, SAME_EVERYWHERE, SEE_THERE, Agreed
 from inrun.scoring.taken import Prediction
 
@@ -42,6 +42,7 @@ class StepResult:
     sums: np.ndarray | None = None  # [E, Q] of the values of all ranks, where there are several
     moved: np.ndarray | None = None  # [E, 2, Q] of "carry": the drop along the step, and by decay
     signals: np.ndarray | None = None  # [4, B], capture/signals.py
+    bend: np.ndarray | None = None  # [E] where orders were sampled: how far the secant was off
 
 
 @dataclass
@@ -126,11 +127,6 @@ class Columns:
         return Tokens(sizes, values[:, :, own][:, :, order].astype(np.float32), kept)
 
 
-def best(values: Tensor, sampled: Tensor | None) -> Tensor:
-    """The values [E, Q, C], from sampled coalitions where there are such."""
-    return values if sampled is None else torch.where(sampled.isnan(), values, sampled)
-
-
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """One after the other, on the device of one that is not in host memory."""
     device = next((t.device for t in tensors if not t.is_cpu), tensors[0].device)
@@ -192,13 +188,15 @@ class Conclusion:
         columns: np.ndarray | None = None, inputs: np.ndarray | None = None,
         sampled: np.ndarray | None = None, agreed: np.ndarray | None = None,
         moved: np.ndarray | None = None, signals: np.ndarray | None = None,
+        bend: np.ndarray | None = None,
     ) -> StepResult:  # fmt: skip
         """The result of a step from its numbers on the host.
 
         ``advice`` says what to do by reason; ``flags`` are up or down in the same order, and one
         that is up makes the step void. ``columns``, ``inputs`` and ``signals`` come from the device
-        (``Columns.moving``), ``agreed`` from all ranks (agreed.py). ``sampled``: values to take
-        instead, where they are not NaN (coalitions.py); what adds up are those of the linear maps.
+        (``Columns.moving``), ``agreed`` from all ranks (agreed.py). ``sampled`` [E, Q, B + 1]:
+        values by example to take instead, where they are not NaN (coalitions.py); what must add up
+        are those of the linear maps.
         """
         if not finite:
             return StepResult(void=NOT_FINITE)
@@ -220,12 +218,15 @@ class Conclusion:
             return self.void(step, NOT_ADDING_UP, self.message)
         tokens, nobody = whose.tokens(values, columns, inputs), every.nobody
         if sampled is not None:
-            own = whose.by_example(np.where(np.isnan(sampled), values, sampled), columns)
-            nobody = own[..., -1]
+            better = np.where(np.isnan(sampled), own, sampled)
+            if tokens is not None:
+                tokens = moved_by(tokens, (better - own)[..., :-1])
+            own = better
+            nobody = every.nobody if agreed is not None else own[..., -1]
         sums = None if agreed is None else every.sums - every.nobody
         kept = None if signals is None else means(signals).astype(np.float32)
         return StepResult(
-            own[..., :-1], None, audit, float(missed), nobody, tokens, sums, moved, kept
+            own[..., :-1], None, audit, float(missed), nobody, tokens, sums, moved, kept, bend
         )
 
     def add_up(self, step: int, tolerance: float, every: Agreed) -> bool:

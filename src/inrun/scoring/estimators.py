@@ -61,20 +61,21 @@ CARRY = "carry"  # its values are complete only when momentum has forgotten the 
 
 DAMPING = 0.1  # a of λ = a/τ, chosen on other draws of the problems of benchmarks/lds
 
-# Estimators that sample coalitions while the update map bends (coalitions.py): the map they use.
+# Estimators that sample orders while the update map bends (sampling.py): the map they use.
 SAMPLED = {"shapley": "secant"}
+STEPS = 100  # so many steps at most
 
 
 @dataclass(frozen=True)
 class Estimator:
     """One estimator of a run: ``kind`` is a name of ``MAPS``, ``point`` one of ``POINTS``, and
-    ``sampled`` says whether coalitions are sampled while the update map bends. ``damping`` is a of
-    the curvature's λ = a/τ."""
+    ``sampled`` is in how many steps, at most, orders are sampled while the update map bends.
+    ``damping`` is a of the curvature's λ = a/τ."""
 
     name: str
     kind: str
     point: str
-    sampled: bool = False
+    sampled: int = 0
     damping: float = DAMPING
 
     @property
@@ -84,7 +85,8 @@ class Estimator:
     @staticmethod
     def parse(text: str, point: str | None) -> Estimator:
         """``"secant"``, or with a point of its own: ``"secant+gauss2"``; ``"influence"``, or with
-        a damping of its own: ``"influence:1"``."""
+        a damping of its own: ``"influence:1"``; ``"shapley:1000"``: orders are sampled in so many
+        steps at most."""
         name, _, own = text.partition("+")
         name, _, number = name.partition(":")
         kind = SAMPLED.get(name, name)
@@ -100,21 +102,28 @@ class Estimator:
                 f"estimator {text!r}: {CARRY!r} takes the gradient halfway between the weights "
                 "before and after the step, and no other estimator does. Leave the point out"
             )
-        damping = _damping(text, number, MAPS[kind].curvature)
-        return Estimator(text, kind, point, name in SAMPLED, damping)
+        curved = MAPS[kind].curvature
+        if ":" in text and not (curved or name in SAMPLED):
+            raise ValueError(
+                f"estimator {text!r} is not known: only influence (its damping) and shapley (the "
+                "most steps in which orders are sampled) have a number after a colon"
+            )
+        damping = _number(text, number, float, DAMPING) if curved else DAMPING
+        most = int(_number(text, number, int, STEPS)) if name in SAMPLED else 0
+        return Estimator(text, kind, point, most, damping)
 
 
-def _damping(text: str, number: str, curvature: bool) -> float:
+def _number(text: str, number: str, kind: Callable[[str], float], usual: float) -> float:
     """The number after the colon of an estimator's name."""
     if not number and ":" not in text:
-        return DAMPING
+        return usual
     try:
-        damping = float(number)
+        found = kind(number)
     except ValueError:
-        damping = math.nan
-    if not curvature or not 0 < damping < math.inf:
+        found = math.nan
+    if not 0 < found < math.inf:
         raise ValueError(
-            f"estimator {text!r} is not known: after a colon stands the damping of influence, a "
-            'positive number, as in "influence:0.3"'
+            f"estimator {text!r} is not known: after the colon stands a positive number, as in "
+            '"influence:0.3" (its damping) or "shapley:1000" (steps)'
         )
-    return damping
+    return found

@@ -211,6 +211,10 @@ class Pack:
     members: list[ParamStep]
     places: list[int]  # among all parameters of the step
 
+    @property
+    def elementwise(self) -> bool:
+        return self.members[0].rule.elementwise
+
     def joined(self) -> ParamStep:
         """All members as one parameter, flat; a single one as it is."""
         first, members = self.members[0], self.members

@@ -19,7 +19,7 @@ After it, ``Scorer.finish``:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -38,11 +38,10 @@ from inrun.optimizers.base import LinearMap, has_own_rule
 from inrun.optimizers.joint import Optimizers, members_of
 from inrun.ranks.shards import whole
 from inrun.ranks.world import ALONE, World
-from inrun.scoring.agreed import agreed
+from inrun.scoring.agreed import agreed, best, by_example
 from inrun.scoring.carry import Window
 from inrun.scoring.checking import check_step, refuse_other_data, refuse_sums, refuse_unseen
 from inrun.scoring.clipping import Clipping, ClippingWatch, Unrecognised
-from inrun.scoring.coalitions import Sampling
 from inrun.scoring.conclude import (
     NOT_FINITE,
     OTHER_STEP,
@@ -51,9 +50,8 @@ from inrun.scoring.conclude import (
     Conclusion,
     Pending,
     StepResult,
-    best,
 )
-from inrun.scoring.contraction import components, group_values
+from inrun.scoring.contraction import Products, components, group_values
 from inrun.scoring.estimators import MAPS, POINTS, Estimator, Place
 from inrun.scoring.maps import Maps
 from inrun.scoring.moved import Moved
@@ -68,6 +66,7 @@ from inrun.scoring.received import (
     doubts,
     tolerance_of,
 )
+from inrun.scoring.sampling import Sampling
 from inrun.scoring.sharded import contraction, refuse_scattered
 from inrun.scoring.taken import predict
 from inrun.scoring.uses import Direction
@@ -129,7 +128,7 @@ class Scorer:
         self.accumulated, self._contract = Accumulated(world), contraction(world)
         self.conclusion = Conclusion(self.targets)
         self._clipping = ClippingWatch(max_norm, world)
-        self._sampling = Sampling(estimators, [rule for _, rule in self.rules], world.alone)
+        self.sampling = Sampling(estimators, world)
         self._weights_memory = PathBuffers()
         self.maps = Maps(estimators, validator, world)
         self._moved = Moved([])  # of the last step
@@ -166,7 +165,9 @@ class Scorer:
         self.validator.autocast = micros[-1].autocast
         self.validator.draw()
         with self.validator.evaluating():
+            self.sampling.begin(step, path.packs, self._others(), numbers, columns)
             clipping = self._values(step, path, maps, numbers)
+            self.sampling.end(numbers)
             bad = self.world.alone and not losses.is_cuda and not bool(losses.isfinite().all())
             if bad:
                 return self.conclusion.loss_not_finite(losses.numpy())
@@ -174,8 +175,8 @@ class Scorer:
                 refuse_sums(self.world, self.conclusion, self.params, step, numbers, columns)
                 refuse_other_data(self.world, self.validator.batches)
             if check is not None:
-                own = best(numbers["values"], numbers.get("sampled"))[0]
-                check_step(self, check, step, ids, columns.on_host(own), clipping)
+                own = best(by_example(columns, numbers["values"]), numbers.get("sampled"))[0]
+                check_step(self, check, step, ids, own[..., :-1].cpu().numpy(), clipping)
             if audit:
                 for point in (None, 0.0):
                     with path.weights(point):
@@ -311,12 +312,26 @@ class Scorer:
         values, losses = numbers["values"], numbers["losses"]
         clipping, aligned = self._split_clipping(step)
         ratios = step.clipping.by_coordinate(step.G)
-        parts: list[list[str]] = []
-        if len(self.targets) > 1:
-            parts = components(list(step.G), step.micros, self.maps.together)
         by_point: dict[str, list[int]] = {}
         for e, estimator in enumerate(self.estimators):
             by_point.setdefault(estimator.point, []).append(e)
+
+        def products(
+            which: Sequence[int], names: Collection[str]
+        ) -> Iterator[tuple[int, Products]]:
+            """Of estimators with one point: values through their maps, and their expected sums,
+            from the gradients of these parameters."""
+            G = {k: step.G[k] for k in names}
+            parts: list[list[str]] = []
+            if len(self.targets) > 1:
+                parts = components(names, step.micros, self.maps.together)
+            points = [at[x] for x in POINTS[self.estimators[which[0]].point]]
+            own = [maps[e] for e in which], ratios, G, step.micros, parts
+            found = group_values(points, *own, len(group), self._contract)
+            for e, (inner, sums) in zip(which, found, strict=True):
+                C = clipping if MAPS[self.estimators[e].kind].splits_clipping else step.clipping
+                yield e, (C.apply(self.world.averaged(inner), sums, aligned), sums * C.common)
+
         if self.carry is not None:
             self.carry.begin(numbers)
         groups = self.validator.groups(step.params, step.audit)
@@ -329,25 +344,14 @@ class Scorer:
             if not losses.is_cuda and not bool(losses[qs].isfinite().all()):
                 break
             with stage("contraction"), no_autocast(losses.device.type):
-                for point, which in by_point.items():
-                    found = group_values(
-                        [at[x] for x in POINTS[point]], [maps[e] for e in which], ratios,
-                        step.G, step.micros, parts, len(group), self._contract,
-                    )  # fmt: skip
-                    for e, (inner, sums) in zip(which, found, strict=True):
-                        splits = MAPS[self.estimators[e].kind].splits_clipping
-                        C = clipping if splits else step.clipping
-                        values[e, qs] = C.apply(self.world.averaged(inner), sums, aligned)
-                        numbers["expected"][e, qs] = sums * C.common
+                for which in by_point.values():
+                    for e, (found, sums) in products(which, step.G):
+                        values[e, qs], numbers["expected"][e, qs] = found, sums
                 if self.carry is not None:
                     at_halfway, own = at["halfway"], maps[self.carry.e]
                     self.carry.note(qs, at_halfway, own, step, path, numbers)
-            if self._sampling.wanted(list(step.G), step.micros, step.audit):
-                names = dict(zip(step.places, step.G, strict=True))
-                self._sampling.fill(
-                    numbers, qs, at, path.packs, names, step.micros, step.clipping,
-                    self._others(), step.number,
-                )  # fmt: skip
+            with stage("orders"), no_autocast(losses.device.type):
+                self.sampling.fill(numbers, qs, at, step.number, products)
         return clipping
 
     def _gradients(
