@@ -12,6 +12,9 @@ import inrun
 from helpers.optimizer_zoo import OPTIONS
 from inrun.optimizers import rule_for
 from inrun.scoring import coalitions, joining
+from inrun.scoring.clipping import Clipping
+from inrun.scoring.joining import Orders
+from inrun.scoring.moved import ParamStep
 
 X = torch.randn(400, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = (X[:, :3].argmax(1) + (X[:, 3] > 0)) % 3
@@ -372,3 +375,37 @@ def test_a_resumed_run_knows_where_it_stood():
 def test_a_number_that_means_nothing_is_refused(text):
     with pytest.raises(ValueError, match="not known"):
         watched(estimator=text)
+
+
+def _raises(*args):
+    raise RuntimeError("this compiler is another")
+
+
+@pytest.mark.parametrize("kernel", ["right", "wrong", "raises"])
+def test_a_kernel_is_used_once_it_has_given_what_torch_gives(kernel, monkeypatch):
+    """On a device whose compiler makes something else of it, values come without it."""
+    calls = []
+
+    def by_kernel(self, *given):
+        calls.append(1)
+        return 1.0 * self._by_torch(*given) if kernel == "right" else 1.01 * self._by_torch(*given)
+
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(40))
+    optimizer = torch.optim.AdamW([p], lr=1e-2)
+    rows, v = torch.randn(5, 40), torch.randn(1, 40)
+    game = coalitions.Game(None, [], {}, Clipping(1.0), [])
+    step = ParamStep.of(p.detach(), rows.sum(0), rule_for(optimizer), {}, optimizer.param_groups[0])
+    orders = Orders(5, 2, torch.Generator().manual_seed(0))
+    drawn = orders.draw(5, rows.device)
+    given = step, rows, v, orders, None, drawn, 0
+    expected = game._by_torch(*given)
+    monkeypatch.setattr(coalitions, "_TRUSTED", {})
+    monkeypatch.setattr(coalitions.Game, "_by_kernel", _raises if kernel == "raises" else by_kernel)
+    if kernel == "right":
+        assert torch.equal(game._of_rows(*given), expected)
+    else:
+        with pytest.warns(UserWarning, match=r"kernel for sampled orders does not work on cpu"):
+            assert torch.equal(game._of_rows(*given), expected)
+    assert torch.equal(game._of_rows(*given), expected)
+    assert len(calls) == {"right": 2, "wrong": 1, "raises": 0}[kernel]

@@ -18,6 +18,7 @@ gradients it is sent. ``Sampling`` measures whether all this still matters.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -46,6 +47,9 @@ MOST = 32  # pairs of an order and its reverse
 SURE = 8  # numbers that a standard error is measured by, at least
 PIECE = {"cpu": 2**17, "cuda": 2**26}  # numbers of a piece of a parameter, for all coalitions
 SLAB = {"cpu": 2**26, "cuda": 2**30}  # numbers of all examples' gradients that are held at a time
+
+TRUST = 1e-3  # relative: how far the kernel's values may be off when it is first used
+_TRUSTED: dict[torch.device, bool] = {}  # does the kernel work there?
 
 
 @dataclass
@@ -226,11 +230,35 @@ class Game:
         self, step: ParamStep, rows: Tensor, v: Tensor, joining: Joining, gram: Tensor | None,
         drawn: object, first: int,
     ) -> Tensor:  # fmt: skip
-        """The values that some coordinates bring, for each sample: [samples, Q, C]."""
-        if isinstance(joining, Orders):
-            found = self._by_kernel(step, rows, v, joining, gram, drawn, first)
-            if found is not None:
-                return found
+        """The values that some coordinates bring, for each sample: [samples, Q, C]. A kernel is
+        used on a device once it has given there what torch's operations give."""
+        device, found = rows.device, None
+        trusted = _TRUSTED.get(device)
+        if isinstance(joining, Orders) and trusted is not False:
+            try:
+                found = self._by_kernel(step, rows, v, joining, gram, drawn, first)
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except Exception as error:
+                if trusted:
+                    raise
+                _distrust(device, f"{type(error).__name__}: {error}")
+        if found is not None and trusted:
+            return found
+        expected = self._by_torch(step, rows, v, joining, gram, drawn, first)
+        if found is not None:
+            off = float((found - expected).norm()) / (float(expected.norm()) or 1.0)
+            if off <= TRUST:
+                _TRUSTED[device] = True
+            else:  # NaN is off
+                _distrust(device, f"its values are off by {off:.1e}")
+        return expected
+
+    def _by_torch(
+        self, step: ParamStep, rows: Tensor, v: Tensor, joining: Joining, gram: Tensor | None,
+        drawn: object, first: int,
+    ) -> Tensor:  # fmt: skip
+        """The same by torch's operations."""
         size, Q, C = block(rows.device), len(v), len(rows)
         beside = Q if gram is None else Q + C  # numbers for each block
         limit = PIECE.get(rows.device.type, PIECE["cpu"])
@@ -301,6 +329,15 @@ class Game:
                 total += (rows @ rows.T).to(total)
         total = self.players.world.total(total).to(total.device)
         return total + sum(float(g.double().square().sum()) for g in self.others) / C**2
+
+
+def _distrust(device: torch.device, why: str) -> None:
+    _TRUSTED[device] = False
+    warnings.warn(
+        f"the kernel for sampled orders does not work on {device} and is not used ({why[:200]}): "
+        "values are right without it, and the first steps take longer",
+        stacklevel=2,
+    )
 
 
 def _piece(step: ParamStep, part: slice) -> ParamStep:
