@@ -69,7 +69,8 @@ def test_the_command_asks_and_shows(asked, tmp_path):
     )  # fmt: skip
     pd.testing.assert_frame_equal(inrun.open_answers(made).scores, scores, rtol=1e-9)
     assert inrun.open_answers(made).tokens is not None and page.is_file()
-    assert "two & <b>" in result.stdout and str(page) in result.stdout
+    assert "two & <b>" in result.stdout
+    assert str(page) in "".join(result.stdout.split())  # a long path is broken
     first = scores.nlargest(1, "one")
     shown = json.loads(call("ask", folder, "--answers", made, "--json", "-n", 1).stdout)
     top = shown["questions"][0]["examples"][0]

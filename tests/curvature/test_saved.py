@@ -146,7 +146,7 @@ def test_refused():
     with pytest.raises(ValueError, match="the complex parameter c"):
         inrun.watch(model, optimizer, validation=[x], loss=mse, estimator="influence")
     for name in ("influence:", "influence:0", "influence:x", "secant:1", "influence:inf"):
-        with pytest.raises(ValueError, match="after a colon stands the damping"):
+        with pytest.raises(ValueError, match=r"is not known: .* colon"):
             inrun.watch(model, optimizer, validation=[x], loss=mse, estimator=name)
     run, _, _ = trained(steps=1)
     with pytest.raises(ValueError, match="check\\(\\) compares one step"):

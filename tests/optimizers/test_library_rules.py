@@ -198,7 +198,8 @@ def test_a_watched_run(name):
     options = {"precondition_frequency": 10} if "SOAP" in name else {}
     lr = 1.0 if "Prodigy" in name else 1e-3
     optimizer = PLAIN[name](model.parameters(), lr=lr, **options)
-    run = inrun.watch(model, optimizer, validation=[(X[32:], Y[32:])], loss=loss, audit_every=1)
+    run = inrun.watch(model, optimizer, validation=[(X[32:], Y[32:])], loss=loss, audit_every=1,
+                      estimator="secant")  # fmt: skip
     for step in range(8):
         rows = torch.arange(4) + 4 * (step % 8)
         per_example = reference.per_example_gradients(

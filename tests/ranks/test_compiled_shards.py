@@ -41,12 +41,14 @@ def blocks_by(each, **options):
     return apply
 
 
+SECANT = {"estimator": "secant"}  # of shards no orders are sampled
 CASES = {
-    "before": Case(shard=blocks_by(before), micros=2, no_sync=True),
+    "before": Case(shard=blocks_by(before), micros=2, no_sync=True, watch=SECANT),
     "after": Case(
-        shard=blocks_by(after, reshard_after_forward=False), watch={"ignore": ["blocks.0.norm1.*"]}
+        shard=blocks_by(after, reshard_after_forward=False),
+        watch=SECANT | {"ignore": ["blocks.0.norm1.*"]},
     ),
-    "wrapped": Case(shard=blocks_by(wrapped), sizes=(3, 1)),
+    "wrapped": Case(shard=blocks_by(wrapped), sizes=(3, 1), watch=SECANT),
 }  # fmt: skip
 
 

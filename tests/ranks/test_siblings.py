@@ -63,7 +63,7 @@ def together(model):
 
 def case(name, shard):
     assert LENGTH == 6
-    return Case(lambda: Siblings(name), shard=shard)
+    return Case(lambda: Siblings(name), shard=shard, watch={"estimator": "secant"})
 
 
 def values(run):

@@ -210,14 +210,16 @@ class Readings:
                 node.register_prehook(hook)
 
     def collect(self, micro: MicroBatch) -> None:
-        """The batch is over: remember inputs and δ, in the order of a backward pass."""
-        size = 0
+        """The batch is over: remember inputs and δ. In the order of a backward pass, before those
+        of the stem, so that sums are the same to the bit whether operations were read or not."""
+        before, micro.uses, size = micro.uses, [], 0
         with torch.no_grad(), DisableTorchFunction():
             for reading in reversed(self._found):
                 blocks = self.blocks if reading.reads.autocast[0] == "cpu" else None
                 for use in reading.uses(micro, blocks):
                     micro.remember(use)
                     size += reading.reads.bytes
+        micro.uses += before
         self.forget()
         if size:
             self.keeper.check_memory(size)

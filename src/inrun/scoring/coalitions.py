@@ -193,7 +193,8 @@ class Game:
                 continue
             names = self._shapes(pack)
             at = [p.of(list(names), slice(0, Q)) for p in points]
-            v = torch.cat([torch.stack([a[k] for a in at]).mean(0).flatten(1) for k in names], 1)
+            means = [torch.stack([a[k] for a in at]).mean(0) for k in names]
+            v = torch.cat([x.reshape(Q, -1) for x in means], 1)
             step = pack.joined()
             for cut, slab in self._slabs(pack):
                 drawn = joining.draw(-(-(slab.stop - slab.start) // block(v.device)), v.device)
@@ -372,7 +373,7 @@ def rows_of(
                         own = g[: players(micro)].to(like)
                         found[k][start : start + len(own)] += own
         start += players(micro)
-    return torch.cat([x.flatten(1) for x in found.values()], 1)
+    return torch.cat([x.reshape(C, -1) for x in found.values()], 1)
 
 
 def _rows(node: Node, record: Record, cut: slice | None) -> dict[str, Tensor]:
