@@ -127,7 +127,7 @@ def _share_of_plain() -> str:
         "`torch.compile` (GPT-2 small, 16 × 1,024 tokens, bfloat16, every parameter, "
         '`training="fast"`, H200, a host that keeps up) '
         f"| {small:.0%} at batches of 4 (eager); {cpu:.0%} for a small GPT on two CPU cores, "
-        '`"bitwise"` |'
+        '`"bitwise"`; the first steps, at most 100, take longer |'
     )
 
 
