@@ -122,7 +122,7 @@ class Aside:
             return
         self.under_way = True
         trusted = known is not None and known.passes % _AGAIN >= _PASSES
-        self._graph = Graph(known.entries if known is not None and trusted else None)
+        self._graph = Graph(known.wanted if known is not None and trusted else None)
         if known is not None and trusted:
             known.passes += 1
             self.plan, self._next, self._signed = known, 0, signature

@@ -164,7 +164,7 @@ class MicroBatch:
 
     def remember(self, use: Use, awaited: Awaited | None = None) -> int:
         """Keep a use; returns the bytes that it adds."""
-        for _, node in use.linear.operands:
+        for node in use.linear.nodes:
             self._records.setdefault(node, [])
         self.uses.append(use)
         if awaited is not None:
@@ -212,7 +212,7 @@ class MicroBatch:
             or not n.roots.isdisjoint(params if derived or n.param is not None else ())
         }
         for use in self.uses:
-            if any(node in found for _, node in use.linear.operands):
+            if any(node in found for node in use.linear.nodes):
                 for node, record in use.records():
                     if node in found:
                         found[node].append(record)
@@ -270,7 +270,7 @@ class Keeper:
         self.first_gradient(micro)
         if awaited is not None and not self.offload:
             use = awaited.use(delta)
-            self._cover(call.name, "remembered", [node for _, node in use.linear.operands])
+            self._cover(call.name, "remembered", use.linear.nodes)
             self.check_memory(micro.remember(use, awaited))
             return []
         pairs = site.lasting(call, delta, loose)

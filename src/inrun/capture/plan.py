@@ -6,8 +6,11 @@ aside.py says what plans are for.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -35,12 +38,13 @@ class Graph:
     of the plan; ``met`` those of them that were met.
     """
 
-    def __init__(self, wanted: Sequence[Entry] | None = None) -> None:
+    def __init__(self, wanted: Wanted | None = None) -> None:
         self.entries: list[Entry] = []
         self.numbers: dict[Any, int] = {}
         self.read: dict[Any, int] = {}
         self.met: list[tuple[int, Any]] = []
         self._wanted = wanted  # None: learn
+        self._compared = 0  # entries
         self.taps = 0
 
     def tapped(self, node: Any) -> None:
@@ -56,11 +60,14 @@ class Graph:
         found = self.numbers.get(node)
         if found is not None:
             return found
-        numbers, todo, wanted = self.numbers, [node], self._wanted
+        numbers, todo = self.numbers, [node]
         found = numbers[node] = len(numbers)
+        nodes: list[Any] = []
+        edges: list[list[tuple[int | None, int]]] = []  # of each node
         while todo:
             node = todo.pop()
-            edges = []
+            nodes.append(node)
+            own: list[tuple[int | None, int]] = []
             for behind, output in node.next_functions:
                 known = None
                 if behind is not None:
@@ -68,39 +75,72 @@ class Graph:
                     if known is None:
                         known = numbers[behind] = len(numbers)
                         todo.append(behind)
-                edges.append((known, output))
-            if wanted is None:
-                self.entries.append((type(node), *_attributes(node), edges, self.read.get(node)))
-            else:
-                self._compare(node, edges)
-            step = self.entries[-1][4]
-            if step is not None:
-                self.met.append((step, node))
+                own.append((known, output))
+            edges.append(own)
+        if self._wanted is None:
+            self._learn(nodes, edges)
+        else:
+            self.met += self._wanted.compare(self._compared, nodes, edges)
+            self._compared += len(nodes)
         return found
 
     def node(self, number: int) -> Any:
         """The node that has this number."""
         return next(node for node, own in self.numbers.items() if own == number)
 
-    def _compare(self, node: Any, edges: list[Any]) -> None:
-        assert self._wanted is not None
-        at = len(self.entries)
-        if at >= len(self._wanted):
-            raise OtherPlanError
-        want = self._wanted[at]
-        if edges != want[3] or (type(node) is not want[0] and not _views(type(node), want[0])):
-            raise OtherPlanError
-        for name, value in zip(want[1], want[2], strict=True):
-            own = getattr(node, name)
-            if own is not value and not _same_leaf(own, value):
-                raise OtherPlanError
-        self.entries.append(want)
+    def _learn(self, nodes: Sequence[Any], edges: Sequence[list[Any]]) -> None:
+        for node, own in zip(nodes, edges, strict=True):
+            step = self.read.get(node)
+            self.entries.append((type(node), *_attributes(node), own, step))
+            if step is not None:
+                self.met.append((step, node))
 
 
-def _views(a: type, b: type) -> bool:
-    """Do both nodes only change a shape? A linear layer ends in one or the other: under the mode
-    its output is made to be no view (tap.py)."""
-    return a.__name__ in SHAPES and b.__name__ in SHAPES
+class Wanted:
+    """The graph of a plan, laid out so that a pass can be compared with it column by column,
+    without a loop over its nodes in Python."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._kinds = [_KINDS.get(e[0].__name__, e[0]) for e in entries]
+        self._edges = [e[3] for e in entries]
+        leaf = ("variable",)
+        # numbers of nodes that say something: what they are asked, what they said
+        asked = [(i, e[1], e[2]) for i, e in enumerate(entries) if e[1] and e[1] != leaf]
+        self._asked = [i for i, _, _ in asked]
+        self._ask = [attrgetter(*names) for _, names, _ in asked]
+        self._said = [values if len(names) > 1 else values[0] for _, names, values in asked]
+        leaves = [(i, e[2][0]) for i, e in enumerate(entries) if e[1] == leaf]
+        self._leaves, self._variables = [i for i, _ in leaves], [x for _, x in leaves]
+        reads = [(i, e[4]) for i, e in enumerate(entries) if e[4] is not None]
+        self._reads, self._steps = [i for i, _ in reads], [step for _, step in reads]
+
+    def compare(self, at: int, nodes: Sequence[Any], edges: list[Any]) -> Iterable[tuple[int, Any]]:
+        """Compare the nodes from entry ``at`` on; returns those that are read, with their steps.
+        Raises ``OtherPlanError`` where one differs."""
+        end = at + len(nodes)
+        if edges != self._edges[at:end] or _kinds(nodes) != self._kinds[at:end]:
+            raise OtherPlanError
+        a, b = bisect_left(self._asked, at), bisect_left(self._asked, end)
+        said = [ask(nodes[i - at]) for i, ask in zip(self._asked[a:b], self._ask[a:b], strict=True)]
+        if said != self._said[a:b]:
+            raise OtherPlanError
+        a, b = bisect_left(self._leaves, at), bisect_left(self._leaves, end)
+        variables = [nodes[i - at].variable for i in self._leaves[a:b]]
+        if not all(map(is_, variables, self._variables[a:b])):
+            raise OtherPlanError
+        a, b = bisect_left(self._reads, at), bisect_left(self._reads, end)
+        return zip(self._steps[a:b], [nodes[i - at] for i in self._reads[a:b]], strict=True)
+
+
+# Two kinds of nodes only change a shape, and a linear layer ends in one or the other: under the
+# mode its output is made to be no view (tap.py).
+_KINDS: dict[str, Any] = dict.fromkeys(SHAPES, SHAPES)
+
+
+def _kinds(nodes: Sequence[Any]) -> list[Any]:
+    """What each node does."""
+    types = list(map(type, nodes))
+    return [_KINDS.get(t.__name__, t) for t in types]
 
 
 def _attributes(node: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
@@ -169,6 +209,10 @@ class Plan:
         self.called = [s for s in self.steps[self.stem :] if s.reads is None]
         self.read = len(self.steps) - self.stem - len(self.called)
         self.params = set[Tensor]().union(*(s.params for s in self.called))
+
+    @cached_property
+    def wanted(self) -> Wanted:
+        return Wanted(self.entries)
 
     def same(self, other: Plan) -> bool:
         return (

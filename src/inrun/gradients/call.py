@@ -217,6 +217,9 @@ class OpRule:
     ``linear`` gives the leaves in which the operation is linear together (a weight and its bias),
     () where it is not or cannot be run again: then δ may be all that is kept (use.py).
 
+    ``stacked`` runs several calls at once that differ in their numbers alone: the tensors of the
+    call that it is given have one more dimension in front.
+
     ``kept`` names what autograd keeps for its own backward pass and the rule can use.
 
     ``several``: an operation that returns a tuple gives its rule a tuple, δ of each output (None
@@ -235,6 +238,7 @@ class OpRule:
     several: bool = False
     place: Place | None = None
     linear: Callable[[Call], tuple[int, ...]] | None = None
+    stacked: Callable[[Call], Tensor] | None = None
 
     def settled(self, call: Call, fast: bool, directions: int, eager: bool = True) -> Call:
         """The call with its form chosen, where that was left to us.
@@ -273,6 +277,7 @@ def register_op(
     kept: tuple[str, ...] = (),
     several: bool = False,
     linear: Callable[[Call], tuple[int, ...]] | None = None,
+    stacked: Callable[[Call], Tensor] | None = None,
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Decorator: the function below gives the records of these operations.
 
@@ -282,7 +287,9 @@ def register_op(
 
     def decorate(rule: RuleFunction) -> RuleFunction:
         for func in funcs:
-            _OP_RULES[func] = OpRule(rule, weight, vectors, sizes, kept, several, linear=linear)
+            _OP_RULES[func] = OpRule(
+                rule, weight, vectors, sizes, kept, several, linear=linear, stacked=stacked
+            )
         return rule
 
     return decorate

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -57,10 +58,30 @@ def _of_rows(x: tuple[int, str], *arguments: tuple[int, str]) -> Any:
     return lambda call: leaves(call) if call.value(*x).ndim > 1 else ()
 
 
+def _stacked(
+    x: tuple[int, str], W: tuple[int, str], b: tuple[int, str] | None, transposed: bool
+) -> Callable[[Call], Tensor]:
+    """Several products x W + b at once: x [n, …, I], W [n, I, O] (``transposed``) or [n, O, I],
+    b [n, O]."""
+
+    def run(call: Call) -> Tensor:
+        a, weight, bias = call.value(*x), call.value(*W), None if b is None else call.value(*b)
+        rows = a.flatten(1, -2)
+        weight = weight if transposed else weight.mT
+        if bias is None:
+            y = torch.bmm(rows, weight)
+        else:
+            y = torch.baddbmm(bias.unsqueeze(1), rows, weight)
+        return y.view(*a.shape[:-1], y.shape[-1])
+
+    return run
+
+
 @register_op(
     "linear", weight=(1, "weight"), vectors=((2, "bias"),),
     sizes=_sizes((0, "input"), (1, "weight")),
     linear=_of_rows((0, "input"), (1, "weight"), (2, "bias")),
+    stacked=_stacked((0, "input"), (1, "weight"), (2, "bias"), transposed=False),
 )  # fmt: skip
 def linear(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """g_W = Σ_t δ_t ⊗ a_t, g_b = Σ_t δ_t."""
@@ -88,6 +109,7 @@ def _without_padding(record: Record, outputs: int) -> Record:
 @register_op(
     "addmm", weight=(2, "mat2"), vectors=((0, "input"),), sizes=_sizes((1, "mat1"), (2, "mat2")),
     linear=_of_rows((1, "mat1"), (2, "mat2"), (0, "input")),
+    stacked=_stacked((1, "mat1"), (2, "mat2"), (0, "input"), transposed=True),
 )  # fmt: skip
 def addmm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """b + x W with W of shape [I, O]."""
@@ -106,6 +128,7 @@ def addmm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
 @register_op(
     "matmul", "mm", weight=(1, "other"), sizes=_sizes((0, "input"), (1, "other")),
     linear=_of_rows((0, "input"), (1, "other")),
+    stacked=_stacked((0, "input"), (1, "other"), None, transposed=True),
 )  # fmt: skip
 def matmul(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """x W with a matrix W on the right; anything else is replayed."""

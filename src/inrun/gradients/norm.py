@@ -57,9 +57,21 @@ def _linear(call: Call) -> tuple[int, ...]:
     return () if call.value(3, "eps") is None else together((2, "weight"))(call)
 
 
+def _stacked(call: Call) -> Tensor:
+    """Several normalisations over the same dimensions at once: x [n, …, *W], weights [n, *W]."""
+    x, shape, w = call.value(0, "input"), call.value(1, "normalized_shape"), call.value(2, "weight")
+    if call.name == "rms_norm":
+        y, b = F.rms_norm(x, shape, None, call.value(3, "eps")), None
+    else:
+        y, b = F.layer_norm(x, shape, None, None, call.value(4, "eps", 1e-5)), call.value(3, "bias")
+    each = len(x), *[1] * (x.ndim - 1 - len(shape)), *shape
+    y = y if w is None else y * w.view(each)
+    return y if b is None else y + b.view(each)
+
+
 @register_op(
     "layer_norm", "rms_norm", vectors=((2, "weight"), (3, "bias")),
-    kept=LAYER_NORM_STATISTICS, linear=_linear,
+    kept=LAYER_NORM_STATISTICS, linear=_linear, stacked=_stacked,
 )  # fmt: skip
 def last_dimensions(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """Over the last dimensions, which the weight has the shape of."""

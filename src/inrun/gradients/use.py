@@ -12,7 +12,7 @@ if it had run in the backward pass (``Use.records``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,15 +37,23 @@ class Linear:
     of leaves."""
 
     leaves: tuple[int, ...]  # linear in these together: parameters, perhaps a frozen bias
-    operands: tuple[tuple[int, Any], ...]  # the parameters among them, with their nodes
-    nodes: tuple[Any, ...]
+    nodes: tuple[Any, ...]  # of the parameters among them
     others: tuple[int, ...]  # tensors that are not parameters
+    stacked: Callable[[Call], Tensor] | None  # runs several at once (``OpRule.stacked``)
+    kind: Hashable  # equal for operations that differ in their numbers alone
 
     @staticmethod
-    def of(call: Call, leaves: tuple[int, ...]) -> Linear:
-        operands = [(i, n) for i in leaves if (n := call.nodes[i]) is not None]
+    def of(
+        call: Call, leaves: tuple[int, ...], stacked: Callable[[Call], Tensor] | None = None
+    ) -> Linear:
+        nodes = tuple([n for i in leaves if (n := call.nodes[i]) is not None])
         others = [i for i, x in enumerate(call.leaves) if isinstance(x, Tensor) and i not in leaves]
-        return Linear(leaves, tuple(operands), tuple(n for _, n in operands), tuple(others))
+        parts = [
+            (x.shape, x.dtype, i in leaves) if isinstance(x, Tensor) else repr(x)
+            for i, x in enumerate(call.leaves)
+        ]
+        kind = call.func, call.spec.positional, call.spec.keywords, *parts
+        return Linear(leaves, nodes, tuple(others), stacked, kind)
 
     def versions(self, leaves: Sequence[Any]) -> list[int]:
         """How often each input was written to."""
@@ -85,9 +93,41 @@ class Use:
         if now != self.versions:
             raise overwritten(self.call)
 
+    @property
+    def kind(self) -> Hashable:
+        """Equal for uses that ``stacked`` runs at once; None: it runs alone."""
+        linear, delta = self.linear, self.delta
+        if linear.stacked is None:
+            return None
+        return linear.kind, delta.shape, delta.dtype
+
+    @property
+    def numbers(self) -> int:
+        """Of its largest tensor."""
+        leaves, linear = self.call.leaves, self.linear
+        own = [leaves[i].numel() for i in (*linear.leaves, *linear.others)]
+        return max(self.delta.numel(), *own)
+
     def along(self, u: Mapping[Any, Tensor]) -> Tensor:
         """op(x; u) [*shape of the output]; ``u`` has directions of some nodes in ``dtype``, the
         others do not move."""
+        call, leaves = self.call, self._leaves(u)
+        args, kwargs = (leaves, {}) if not call.spec.keywords else call.spec.unflatten(leaves)
+        out: Tensor = call.func(*args, **kwargs)
+        return out
+
+    @staticmethod
+    def stacked(uses: Sequence[Use], u: Mapping[Any, Tensor]) -> Sequence[Tensor]:
+        """The same for several uses of one kind, in one run of the operation."""
+        first, each = uses[0], [use._leaves(u) for use in uses]
+        leaves = each[0]
+        for i in (*first.linear.leaves, *first.linear.others):
+            leaves[i] = torch.stack([own[i] for own in each])
+        assert first.linear.stacked is not None
+        return first.linear.stacked(first.call.with_(leaves=leaves)).unbind()
+
+    def _leaves(self, u: Mapping[Any, Tensor]) -> list[Any]:
+        """The leaves with directions in the place of parameters."""
         linear, dtype, call = self.linear, self.dtype, self.call
         leaves = list(call.leaves)
         for i in linear.leaves:
@@ -97,9 +137,7 @@ class Use:
             x = leaves[i]
             if x.dtype != dtype and x.is_floating_point():
                 leaves[i] = x.to(dtype)
-        args, kwargs = (leaves, {}) if not call.spec.keywords else call.spec.unflatten(leaves)
-        out: Tensor = call.func(*args, **kwargs)
-        return out
+        return leaves
 
     def in_rows(self) -> bool:
         """Are the numbers of an example one after the other, and rows examples?"""
@@ -148,4 +186,4 @@ def linear_in(rule: OpRule | None, call: Call, directions: int) -> Linear | None
         kept = 2 * sum(call.leaves[i].nbytes for i in present(call.layouts))
         if not cost.remember(kept, directions):
             return None
-    return Linear.of(call, leaves)
+    return Linear.of(call, leaves, rule.stacked)

@@ -4,7 +4,7 @@ with δ are summed by example together, on a GPU in one launch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,10 @@ from inrun.tensors.autocast import no_autocast
 from inrun.torch_compat import foreach_copy_, foreach_mul
 
 MEMORY = 2**29  # bytes of results that wait for their sums
+# Uses of one kind run at once if their tensors have at most so many numbers: a launch costs more
+# than copies of these beside each other. And how many bytes such copies may have together.
+STACKED = {"cpu": 2**15, "cuda": 2**23}
+STACKED_MEMORY = 2**27
 _SMALL = 2**14  # numbers: so few are copied sooner than summed on their own
 
 
@@ -79,9 +83,28 @@ class Product:
     def check(self) -> None:
         """Its tensors are nobody else's."""
 
+    @property
+    def kind(self) -> Hashable:
+        """Equal for products that run at once."""
+        return self.a.shape, self.delta.shape, self.dtype, self.transposed
+
+    @property
+    def numbers(self) -> int:
+        """Of its largest tensor."""
+        inputs, outputs = self.a.shape[-1], self.delta.shape[-1]
+        return max(self.a.numel(), self.delta.numel(), inputs * outputs)
+
     def along(self, u: Mapping[Any, Tensor]) -> Tensor:
         d = u[self.nodes[0]]
         return self.a @ (d if self.transposed else d.mT)
+
+    @staticmethod
+    def stacked(products: Sequence[Product], u: Mapping[Any, Tensor]) -> Sequence[Tensor]:
+        """The same for several products of one kind."""
+        a = torch.stack([p.a for p in products])  # [n, B, T, I]
+        d = torch.stack([u[p.nodes[0]] for p in products])
+        y = a.flatten(1, 2) @ (d if products[0].transposed else d.mT)
+        return y.view(*a.shape[:-1], y.shape[-1]).unbind()
 
     def in_rows(self) -> bool:
         return self.delta.is_contiguous()
@@ -98,19 +121,38 @@ def add_uses(total: Tensor, uses: Sequence[Use | Product], u: Mapping[str, Direc
         return
     for use in own:
         use.check()
+    groups = list(_at_once(own, STACKED.get(total.device.type, STACKED["cpu"])))
     with no_autocast(total.device.type):
         for q, row in enumerate(total):
             moving = _moving(own, [n for n, yes in moved.items() if yes], u, q)
             waiting: list[tuple[Use | Product, Tensor]] = []
             size = 0
-            for use in own:
-                y = use.along(moving[use.dtype])
-                waiting.append((use, y))
-                size += y.nbytes
+            for group in groups:
+                first = group[0]
+                if len(group) == 1:
+                    results: Sequence[Tensor] = [first.along(moving[first.dtype])]
+                else:
+                    results = type(first).stacked(group, moving[first.dtype])  # type: ignore[arg-type]
+                waiting += zip(group, results, strict=True)
+                size += sum([y.nbytes for y in results])
                 if size > MEMORY:
                     _add_dots(row, waiting)
                     waiting, size = [], 0
             _add_dots(row, waiting)
+
+
+def _at_once(uses: Sequence[Use | Product], limit: int) -> Iterator[list[Use | Product]]:
+    """The uses in groups that run at once: small ones of one kind, as many as fit the memory."""
+    kinds: dict[Any, list[Use | Product]] = {}
+    for use in uses:
+        kind = use.kind
+        if kind is None or use.numbers > limit:
+            yield [use]
+        else:
+            kinds.setdefault((type(use), kind), []).append(use)
+    for members in kinds.values():
+        n = max(1, STACKED_MEMORY // max(1, members[0].numbers * members[0].dtype.itemsize))
+        yield from (members[i : i + n] for i in range(0, len(members), n))
 
 
 def _moving(
