@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import inrun
 from inrun.bench import Options, measure, models
+from inrun.bench.measure import in_the_long_run
 from inrun.bench.shapes import SHAPES, run_shapes
 from inrun.bench.trainers import VARIANTS, Trainer, make_optimizer
 from inrun.cli.app import app
@@ -25,7 +26,7 @@ from inrun.exact import reference
 
 TINY = ("--model", "gpt-1x32", "--batch", 3, "--length", 6, "--vocab", 11, "--device", "cpu")
 BRIEF = (*TINY, "--warmup", 1, "--steps", 2, "--rounds", 2)
-WATCHED = ("fast", "bitwise", "tangent", "ghost", "materialise")
+WATCHED = {"fast", "bitwise", "tangent", "ghost", "materialise", "every-4", "offload"}
 
 
 @pytest.fixture(autouse=True)
@@ -275,6 +276,13 @@ def test_by_itself_it_needs_no_ledger_on_disk(tmp_path):
     assert done.stderr.startswith("inrun: --model resnet: choose gpt2") and done.returncode == 2
 
 
+def test_of_steps_that_are_scored_now_and_then_the_mean_counts():
+    rounds, due = [[1.0, 9.0, 1.0], [1.0, 3.0]], [[False, True, False], [False, False]]
+    assert in_the_long_run(rounds, due, 0.25) == [[0.25 * 9 + 0.75], [0.25 * 9 + 0.75 * 2]]
+    with pytest.raises(RuntimeError, match="too few steps"):
+        in_the_long_run([[1.0]], [[True]], 0.5)
+
+
 def test_a_list_of_shapes_is_one_table(monkeypatch, tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
@@ -284,17 +292,18 @@ def test_a_list_of_shapes_is_one_table(monkeypatch, tmp_path):
     vit += "image_size=8,patch_size=4"
     shapes = [
         {"model": f"{tiny},lora=2", "batch": 2, "length": 4, "mode": "eager"},
-        {"model": vit, "batch": 3, "length": 1, "mode": "eager"},
+        {"model": vit, "batch": 3, "length": 1, "mode": "eager", "targets": 3},
     ]
     monkeypatch.setitem(SHAPES, "finetune", {"cpu": shapes, "cuda": shapes})
     out = tmp_path / "table.json"
     console = Console(record=True, width=120, file=io.StringIO())
-    found = run_shapes("finetune", out, console, False, device="cpu", steps=3, warmup=1, rounds=1)
+    found = run_shapes("finetune", out, console, False, device="cpu", steps=8, warmup=1, rounds=2)
     assert json.loads(out.read_text()) == json.loads(json.dumps(found))
     text = console.export_text()
-    assert "llama lora=2" in text and "2 × 4" in text and "vit" in text
+    assert "llama lora=2" in text and "2 × 4" in text and "vit" in text and "3, 3 targets" in text
     rows = [row for run in found["runs"] for row in run["rows"]]
-    assert [row["variant"] for row in rows] == ["plain", "fast", "bitwise"] * 2
+    variants = ["plain", "fast", "bitwise", "every-4", "offload"]
+    assert [row["variant"] for row in rows] == variants * 2
     assert all(row["status"] == "ok" for row in rows), [row["message"] for row in rows]
     with pytest.raises(ValueError, match="--shapes other: choose finetune"):
         run_shapes("other", None, console, False)

@@ -20,6 +20,7 @@ from inrun.bench.trainers import VARIANTS, Trainer, make_optimizer
 from inrun.bench.verify import verify
 
 LOOKED_INTO = 3  # steps after the timed ones, by stage
+_MOST = 50  # scored steps that a round waits for
 Tick = Callable[[str], None]  # called after each step with the mode and the variant
 
 
@@ -65,6 +66,28 @@ def time_steps(step: Callable[[], None], n: int, device: torch.device) -> list[f
     return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
+def in_the_long_run(
+    rounds: list[list[float]], due: list[list[bool]], p: float
+) -> list[list[float]]:
+    """The mean time of a step that is scored (``due``) with probability p, of each round: from the
+    medians of both kinds, because in a few steps chance would decide how many were scored."""
+
+    def median(own: list[float], of: list[bool], kind: bool) -> float | None:
+        found = [ms for ms, d in zip(own, of, strict=True) if d is kind]
+        return float(np.median(found)) if found else None
+
+    every = list(itertools.chain(*rounds)), list(itertools.chain(*due))
+    usual = {kind: median(*every, kind) for kind in (True, False)}
+    if usual[True] is None or usual[False] is None:
+        raise RuntimeError("too few steps: scored and other ones were not both among them")
+    means = []
+    for own, of in zip(rounds, due, strict=True):
+        scored, other = (median(own, of, kind) or usual[kind] for kind in (True, False))
+        assert scored is not None and other is not None
+        means.append([p * scored + (1 - p) * other])
+    return means
+
+
 class Trial:
     """The measurement of one variant: build, warm up, time, then time the stages."""
 
@@ -74,6 +97,7 @@ class Trial:
         self.problem, self.options, self.tick = problem, options, tick
         self.result = Measurement(mode, variant)
         self._trainer: Trainer | None = None
+        self._due: list[list[bool]] = []  # of each timed step: was it to be scored?
 
     def attempt(self, part: Callable[..., None], *args: Any) -> None:
         """Run a part of the trial; an error ends the trial and is kept in its result."""
@@ -106,10 +130,23 @@ class Trial:
             torch.cuda.reset_peak_memory_stats()
 
     def time(self, n: int) -> None:
-        self.result.rounds.append(time_steps(self._step, n, self.problem.device))
+        due: list[bool] = []
+
+        def step() -> None:
+            due.append(self.trainer.due)
+            self._step()
+
+        every, device = self.trainer.every, self.problem.device
+        times = time_steps(step, n * every, device)  # as many scored ones as of other variants
+        while every > 1 and len(set(due)) < 2 and len(due) < _MOST * every:  # chance had it so
+            times += time_steps(step, n, device)
+        self.result.rounds.append(times)
+        self._due.append(due)
 
     def finish(self) -> None:
         result = self.result
+        if self.trainer.every > 1:
+            result.rounds = in_the_long_run(result.rounds, self._due, 1 / self.trainer.every)
         if self.on_gpu:
             result.peak_bytes = torch.cuda.max_memory_allocated()
             result.reserved_bytes = torch.cuda.max_memory_reserved()
@@ -121,6 +158,8 @@ class Trial:
         result.message = self.trainer.remark()
         if self.options.verify and self.trainer.estimator is not None:
             try:
+                while not self.trainer.due:
+                    self._step()
                 result.verify = verify(self.trainer)
             except Exception as error:  # the times are still right
                 result.verify = {"message": _words(error)}

@@ -19,6 +19,7 @@ _LLAMA = (
     "num_attention_heads=16,num_key_value_heads=16,vocab_size=32000"
 )
 _TINY = "hf:llama,hidden_size=64,intermediate_size=128,num_hidden_layers=4,vocab_size=256"
+_TINY_GPT2 = "hf:gpt2,n_layer=12,n_embd=32,n_head=2,vocab_size=256"
 Shape = dict[str, Any]
 # Fine-tuning as it is done: models of transformers, small batches, mostly eager.
 SHAPES: dict[str, dict[str, list[Shape]]] = {
@@ -27,13 +28,16 @@ SHAPES: dict[str, dict[str, list[Shape]]] = {
             {"model": "hf:gpt2", "batch": 16, "length": 1024, "mode": "both"},
             {"model": "hf:gpt2", "batch": 4, "length": 512, "mode": "both"},
             {"model": "hf:gpt2", "batch": 8, "length": 256, "mode": "eager"},
+            {"model": "hf:gpt2", "batch": 4, "length": 512, "mode": "eager", "targets": 16},
+            {"model": "hf:gpt2", "batch": 4, "length": 512, "mode": "eager", "targets": 256},
             {"model": "hf:vit", "batch": 64, "length": 1, "mode": "eager"},
             {"model": _LLAMA, "batch": 8, "length": 1024, "mode": "eager"},
             {"model": f"{_LLAMA},lora=16", "batch": 8, "length": 1024, "mode": "eager"},
         ],
         "cpu": [
-            {"model": "hf:gpt2,n_layer=12,n_embd=32,n_head=2,vocab_size=256", "batch": 4,
-             "length": 16, "mode": "eager"},
+            {"model": _TINY_GPT2, "batch": 4, "length": 16, "mode": "eager"},
+            {"model": _TINY_GPT2, "batch": 4, "length": 16, "mode": "eager", "targets": 16},
+            {"model": _TINY_GPT2, "batch": 4, "length": 16, "mode": "eager", "targets": 256},
             {"model": "hf:vit,hidden_size=64,intermediate_size=128,num_hidden_layers=4,"
              "num_attention_heads=4,image_size=32,patch_size=8", "batch": 16, "length": 1,
              "mode": "eager"},
@@ -55,7 +59,7 @@ def run_shapes(
     if out is not None:
         check_output(out, force=force, option="--out")
     device = Options.of(device=given.get("device")).device
-    given["variants"] = given.get("variants") or "plain,fast,bitwise"
+    given["variants"] = given.get("variants") or "plain,fast,bitwise,every-4,offload"
     runs: list[dict[str, Any]] = []
     with console.status("") as status:
         for shape in SHAPES[name][device]:
@@ -83,6 +87,7 @@ def table(runs: list[dict[str, Any]]) -> Table:
         lora = next((f" {x}" for x in rest if x.startswith("lora=")), "")
         label = f"{kind.removeprefix('hf:')}{lora} ({run['parameters'] / 1e6:,.0f} M)"
         size = f"{options['batch']}" + (f" × {options['length']}" if options["length"] > 1 else "")
+        size += f", {options['targets']} targets" if options["targets"] > 1 else ""
         for mode in dict.fromkeys(row["mode"] for row in run["rows"]):
             rows = {row["variant"]: row for row in run["rows"] if row["mode"] == mode}
             plain = rows["plain"]["step_ms"]

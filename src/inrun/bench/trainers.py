@@ -31,9 +31,11 @@ class Trainer:
     Attributes:
         model: as it was built; ``called`` is what is called, compiled or not.
         estimator: what ``values`` are, None where there are none.
+        due: will the next step be scored?
     """
 
     estimator: str | None = None
+    every = 1  # one step in so many is scored, by chance
 
     def __init__(
         self, problem: Problem, model: nn.Module, optimizer: Optimizer, compiled: bool = False
@@ -43,6 +45,10 @@ class Trainer:
         )  # fmt: skip
         self.called: Any = torch.compile(model) if compiled else model
         self.params = list(model.parameters())
+
+    @property
+    def due(self) -> bool:
+        return True
 
     def step(self) -> None:
         loss = self.backward()  # held until the step is over, as loops do
@@ -90,6 +96,11 @@ class Watched(Trainer):
             self.called, optimizer, targets={k: [b] for k, b in problem.targets.items()},
             loss=problem.loss, estimator=estimator, audit_every=0, **watch,
         )  # fmt: skip
+        self.every = self.run.config.every
+
+    @property
+    def due(self) -> bool:
+        return self.run.config.scores(self.run.step)
 
     def backward(self) -> Tensor | None:
         with self.run.batch(range(self.problem.examples)):
@@ -215,6 +226,8 @@ VARIANTS: dict[str, Callable[..., Trainer]] = {
     "tangent": partial(Watched, training="fast", estimator="tangent"),
     "ghost": partial(Watched, training="fast", form="ghost"),
     "materialise": partial(Watched, training="fast", form="materialise"),
+    "every-4": partial(Watched, training="fast", every=4),
+    "offload": partial(Watched, training="fast", offload=True),
     "direct-loop": DirectLoop,
     "direct-vmap": DirectVmap,
 }
