@@ -18,6 +18,7 @@ gradients it is sent. ``Sampling`` measures whether all this still matters.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -373,7 +374,7 @@ def rows_of(
                         own = g[: players(micro)].to(like)
                         found[k][start : start + len(own)] += own
         start += players(micro)
-    return torch.cat([x.reshape(C, -1) for x in found.values()], 1)
+    return torch.cat([x.reshape(C, math.prod(x.shape[1:])) for x in found.values()], 1)
 
 
 def _rows(node: Node, record: Record, cut: slice | None) -> dict[str, Tensor]:
