@@ -262,13 +262,15 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 PACK_SIZE = {"cpu": 2**15, "cuda": 2**23}
 
 
-def packed(moved: Sequence[ParamStep]) -> list[Pack]:
+def packed(moved: Sequence[ParamStep], sizes: Sequence[int] | None = None) -> list[Pack]:
     """Small parameters of one kind in packs, large ones alone. Every member begins at a multiple of
-    8 numbers: kernels want their tensors aligned."""
+    8 numbers: kernels want their tensors aligned. ``sizes``: of whole parameters, where a rank has
+    shards of them."""
     packs: list[Pack] = []
     begun: dict[Any, tuple[Pack, int]] = {}  # by kind: its last pack, numbers in it
     for i, m in enumerate(moved):
-        n, limit = m.p.numel(), PACK_SIZE.get(m.p.device.type, PACK_SIZE["cpu"])
+        n = m.p.numel() if sizes is None else sizes[i]
+        limit = PACK_SIZE.get(m.p.device.type, PACK_SIZE["cpu"])
         kind = None if 2 * n >= limit or m.numbers_on_device else m.kind
         pack, size = begun.get(kind, (None, limit))
         if kind is None:

@@ -54,7 +54,7 @@ class Sampling:
         self._game = None
         rules = [step.moved.steps[i].rule for i in step.places]
         bends = any(r.elementwise and r.adaptive for r in rules)
-        if not self.estimators or not bends or self._world.shards is not None:
+        if not self.estimators or not bends:
             return
         if self._params != list(step.G):
             self._params = list(step.G)
