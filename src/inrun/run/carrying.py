@@ -86,18 +86,19 @@ class WindowMemory:
         world: World,
     ) -> None:  # fmt: skip
         self.limit, self.offload, self.device, self.keep = limit, offload, device, keep
-        self._world, self._said = world, False
+        self._world, self._sharing, self._said = world, 1, False
 
     def __call__(self, step: int, held: int, steps: int) -> None:
         """``step`` bytes were kept of a step, ``held`` of all; there will be ``steps`` of them."""
         if self._said:
             self._check(step, held, steps)
         else:
+            self._sharing = self._ranks_here()
             self._world.together(lambda: self._check(step, held, steps))
 
     def _check(self, step: int, held: int, steps: int) -> None:
         if self.limit is None:
-            self.limit = held + self._free()
+            self.limit = held + free_bytes(self.device(), self.offload) // self._sharing
         where = "host memory" if self.offload else f"the memory of {self.device()}"
         if not self._said:
             log.info(
@@ -116,11 +117,11 @@ class WindowMemory:
                 "credited to nobody, and reported."
             )
 
-    def _free(self) -> int:
-        """Bytes that are free, shared by the ranks of one device or host."""
+    def _ranks_here(self) -> int:
+        """How many ranks have their windows in this memory, of a device or a host."""
         host = self.offload or self.device().type != "cuda"
         place = platform.node(), "" if host else str(self.device())
-        return free_bytes(self.device(), self.offload) // self._world.gather(place).count(place)
+        return self._world.gather(place).count(place)
 
 
 def _size(n: int) -> str:
