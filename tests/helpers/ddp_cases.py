@@ -153,6 +153,16 @@ CASES = {
     "by hand": Case(by_hand=True, clip=clip_norm, watch={"max_norm": 0.5}),
     "every second step": Case(watch={"every": 2, "seed": 3}),
     "compiled": Case(compiled),
+    "carry": Case(targets=2, watch={"estimator": ["carry", "secant"], "window": 2}),
+    "carry, SGD, uneven, clipped": Case(
+        optimizer=sgd,
+        sizes=(4, 1, 3, 2),
+        clip=clip_norm,
+        watch={"estimator": "carry", "max_norm": 0.5},
+    ),
+    "carry, a rank without examples": Case(sizes=(3, 0, 2, 4), watch={"estimator": "carry"}),
+    "carry, penalty": Case(penalty=1e-2, micros=MICROS, watch={"estimator": "carry"}),
+    "carry, clipped by value": Case(clip=clip_value, watch={"estimator": "carry"}),
     "fast": Case(
         ddp={"gradient_as_bucket_view": True}, watch={"ignore": ["blocks.0.qkv.bias"], **FAST}
     ),
