@@ -2,11 +2,12 @@
 
     python benchmarks/suspects.py [--tasks digits,letters,text] [--seeds 10-12] [--data DIR]
                                   [--model DIR] [--device cuda] [--examples N] [--epochs N]
-                                  [--no-prune] [--cheap] [--out FILE.json]
+                                  [--length N] [--no-prune] [--cheap] [--ledgers DIR]
+                                  [--out FILE.json]
 
-Tasks: scikit-learn's digits; letters that matplotlib's fonts draw, 16 × 16, turned, shifted and
-noisy (Pillow); SST-2 from --data (sst2/train.tsv, sst2/dev.tsv) with MiniLM from --model, or from
---data (minilm-l6). Labels are changed
+Tasks (``digits-8``: with 8 epochs only): scikit-learn's digits; letters that matplotlib's fonts
+draw, 16 × 16, turned, shifted and noisy (Pillow); SST-2 from --data (sst2/train.tsv, sst2/dev.tsv)
+with MiniLM from --model, or from --data (minilm-l6). Labels are changed
 
     uniform     a tenth, to any other label
     one-sided   three tenths of one label, to one other label
@@ -15,10 +16,11 @@ noisy (Pillow); SST-2 from --data (sst2/train.tsv, sst2/dev.tsv) with MiniLM fro
 Ours is ``run.suspects()`` of one watched run. Single-run rivals are made of the same run: mean
 loss, AUM (mean margin), loss at the end, EL2N of all visits, harm, sum of values. Others train or
 look again: EL2N and GraNd of several short trainings, TracIn, confident learning from out-of-fold
-probabilities. The rule of ``run.suspects()`` was chosen on seeds 0 and 1 of digits and letters, and
+probabilities. The rule of ``run.suspects()`` was chosen on seeds 0 to 3 of digits and letters, and
 on 800 rows of SST-2: measure on others. Beside it, its confidence and the share of wrong labels
 among as many examples. Removing: accuracy on clean held-out examples after training on what is
-left, minus that of as many removed at random.
+left, minus that of as many removed at random. ``--ledgers`` keeps what was recorded; a run that is
+there already is not trained again.
 """
 
 from __future__ import annotations
@@ -38,11 +40,12 @@ from torch import Tensor, nn
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from experiments.common import encoder
+import inrun
+from experiments.common import encoder, tasks
 from experiments.common.parts import Context
 from experiments.mislabel import detectors, problems
 from experiments.mislabel.problems import Problem
-from experiments.mislabel.training import Trainer
+from experiments.mislabel.training import Trainer, taken
 from inrun.bench.machine import commit, hardware, versions
 from inrun.ledger.suspects import SURE, removed
 from inrun.report.metrics import auroc
@@ -50,6 +53,7 @@ from inrun.report.metrics import auroc
 KINDS = ("uniform", "one-sided", "confusions", "clean")
 SINGLE = ("loss, mean", "AUM", "loss, end", "EL2N, all visits", "harm", "sum of values")
 FIRST = (20, 50, 100, 200)  # suspects
+RANDOM = 3  # sets of examples removed at random
 COMMON = {"folds": 5, "checkpoints": 5, "rate": 0.0, "timed": 0, "warmup": 0, "early_seeds": 5}
 TASKS: dict[str, dict[str, Any]] = {
     "digits, 8 epochs": {"examples": 1000, "channels": 16, "each": 24, "rows": 8, "epochs": 8,
@@ -74,9 +78,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="folder of MiniLM's weights and tokenizer")
     parser.add_argument("--examples", type=int)
     parser.add_argument("--epochs", type=int)
+    parser.add_argument("--length", type=int, help="tokens of a text")
     parser.add_argument("--no-prune", action="store_true")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--cheap", action="store_true", help="single-run detectors only")
+    parser.add_argument("--ledgers", type=Path)
     parser.add_argument("--out", type=Path)
     a = parser.parse_args()
     first, last = (a.seeds.split("-") * 2)[:2]
@@ -88,13 +94,17 @@ def main() -> None:
              "commit": commit()}  # fmt: skip
     cells: list[dict[str, Any]] = []
     for task, own in TASKS.items():
-        if task.split(",")[0] not in a.tasks.split(","):
+        kind_of_data = task.split(",")[0]
+        if not {kind_of_data, f"{kind_of_data}-{own['epochs']}"} & set(a.tasks.split(",")):
             continue
-        settings = COMMON | own | {"task": task.split(",")[0]}
-        settings |= {k: v for k in ("examples", "epochs") if (v := getattr(a, k))}
+        settings = COMMON | own | {"task": kind_of_data}
+        settings |= {k: v for k in ("examples", "epochs", "length") if (v := getattr(a, k))}
         for kind in a.kinds.split(","):
             for seed in range(int(first), int(last) + 1):
-                found = cell(settings | {"seed": seed}, kind, context, not a.no_prune, a.cheap)
+                name = f"{task.replace(', ', '-').replace(' ', '-')}-{kind}-{seed}"
+                ledger = a.ledgers and a.ledgers / name
+                own = settings | {"seed": seed}
+                found = cell(own, kind, context, not a.no_prune, a.cheap, ledger)
                 cells.append({"task": task, "kind": kind, "seed": seed} | found)
                 print(json.dumps(cells[-1]), flush=True)
                 if a.out:
@@ -103,15 +113,13 @@ def main() -> None:
 
 
 def cell(
-    settings: dict[str, Any], kind: str, context: Context, prune: bool, cheap: bool
-) -> dict[str, Any]:
+    settings: dict[str, Any], kind: str, context: Context, prune: bool, cheap: bool,
+    ledger: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """One watched training and what everybody makes of it."""
     problem = wrong_labels(problem_of(settings, context), kind, settings["seed"])
     trainer = Trainer(problem, settings, context)
-    run = None
-    for _, _, run in trainer.run(["secant"]):  # noqa: B007
-        pass
-    assert run is not None
+    run = watched(trainer, ledger)
     suspects = run.suspects()
     scores = single_run(run)
     bad, found = problem.flipped, {}
@@ -132,6 +140,16 @@ def cell(
     if prune:
         found["prune"] = pruned(trainer, suspects, run)
     return found
+
+
+def watched(trainer: Trainer, ledger: Path | None) -> Any:
+    """The run, in memory or in a new folder; the one in the folder if there is one."""
+    if ledger is None or not ledger.exists():
+        for _, _, run in trainer.run(["secant"], out=ledger):  # noqa: B007
+            pass
+        if ledger is None:
+            return run
+    return inrun.open(ledger)
 
 
 def stated(confidence: np.ndarray, bad: np.ndarray) -> dict[str, Any]:
@@ -167,29 +185,42 @@ def confident(trainer: Trainer) -> np.ndarray:
 
 
 def pruned(trainer: Trainer, suspects: Any, run: Any) -> dict[str, dict[str, float]]:
-    """Accuracy after training on what is left, minus that after removing at random."""
+    """Accuracy after training on what is left; of removing at random the mean over several."""
     seed, ids = trainer.settings["seed"], suspects["id"].to_numpy()
     n = len(ids)
     lowest = run.values().sort_values("value")["id"].to_numpy()
     found: dict[str, dict[str, float]] = {}
+    known: dict[frozenset[int], float] = {}  # two rules may remove the same
+
+    def left(gone: np.ndarray) -> float:
+        key = frozenset(gone.tolist())
+        known[key] = known.get(key) or accuracy(trainer, gone)
+        return known[key]
+
     for ratio in (0.1, 0.3):
         k = round(ratio * n / trainer.settings["batch"]) * trainer.settings["batch"]
         gone = {rule: ids[removed(suspects, k, rule)] for rule in ("auto", "noisy", "clean")}
         gone["lowest values"] = lowest[:k]
-        gone["random"] = np.random.default_rng(seed + 1000).permutation(n)[:k]
-        found[str(ratio)] = {name: accuracy(trainer, out) for name, out in gone.items()}
+        some = [np.random.default_rng((seed + 1000, i)).permutation(n)[:k] for i in range(RANDOM)]
+        found[str(ratio)] = {name: left(out) for name, out in gone.items()}
+        found[str(ratio)]["random"] = round(float(np.mean([left(out) for out in some])), 5)
     return found
 
 
 def accuracy(trainer: Trainer, gone: np.ndarray, seeds: int = 3) -> float:
-    """The mean over trainings of their own seeds, without these examples; as many steps as with
-    all of them."""
-    rest = np.setdiff1d(np.arange(trainer.problem.examples), gone)
-    own = [trainer.settings["seed"] + 500 + i for i in range(seeds)]
-    orders = [(2 * trainer.order(rest, s))[: trainer.steps] for s in own]
-    stack = trainer.side_by_side(own, orders, trainer.steps)
-    copies = [detectors.copy_of(stack, i) for i in range(seeds)]
-    return round(float(np.mean([detectors.accuracy(trainer, w) for w in copies])), 5)
+    """The mean over plain trainings of their own seeds, without these examples; as many steps as
+    with all of them."""
+    rest, found = np.setdiff1d(np.arange(trainer.problem.examples), gone), []
+    for seed in range(trainer.settings["seed"] + 500, trainer.settings["seed"] + 500 + seeds):
+        model = trainer.problem.build(seed)
+        optimizer = tasks.optimizer("adamw", model, trainer.settings["lr"])
+        for step, ids in enumerate((2 * trainer.order(rest, seed))[: trainer.steps]):
+            trainer.warm(optimizer, step)
+            tasks.classify(model, trainer.rows(ids)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(detectors.accuracy(trainer, taken(model)))
+    return round(float(np.mean(found)), 5)
 
 
 # Problems

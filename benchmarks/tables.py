@@ -302,6 +302,16 @@ def suspects_pruned() -> str:
     return "\n".join(lines)
 
 
+def gradient_norm() -> str:
+    """What the norm of each example's whole gradient would cost."""
+    data = results("gradient_norm-cpu")
+    lines = ["| | watched step | the norms in it | share |", "|---|---:|---:|---:|"]
+    for name, found in data["cases"].items():
+        step, norms = found["step ms"], found["norms ms"]
+        lines.append(f"| {name} | {step:.1f} | {norms:.2f} | {found['share']:.1%} |")
+    return "\n".join([*lines, "", measured_with(data)])
+
+
 def _error(x: Sequence[float]) -> float:
     """The standard error of a mean."""
     return stdev(x) / len(x) ** 0.5 if len(x) > 1 else float("nan")
@@ -601,6 +611,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "suspects": suspects,
     "suspects-confidence": suspects_confidence,
     "suspects-pruned": suspects_pruned,
+    "gradient-norm": gradient_norm,
     "stages": stages,
     "precision": precision,
     "choices": choices,

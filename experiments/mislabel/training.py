@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,14 +64,15 @@ class Trainer:
         return tuple(x[ids.to(self.context.device)] for x in self.problem.train)
 
     def run(
-        self, estimators: Sequence[str] = (), steps: int | None = None, by_label: bool = True
-    ) -> Iterator[tuple[int, Any, Any]]:
+        self, estimators: Sequence[str] = (), steps: int | None = None, by_label: bool = True,
+        out: Path | None = None,
+    ) -> Iterator[tuple[int, Any, Any]]:  # fmt: skip
         """One training, watched if ``estimators`` are given: yields (steps done, model, run)."""
         model = self.problem.build(self.settings["seed"])
         optimizer = tasks.optimizer("adamw", model, self.settings["lr"])
         watched = estimators and inrun.watch(
             model, optimizer, targets=self.problem.targets(self.settings["rows"], by_label),
-            loss=tasks.classify, estimator=estimators, audit_every=0, per_step=1,
+            loss=tasks.classify, estimator=estimators, audit_every=0, per_step=1, out=out,
         )  # fmt: skip
         order = self.order(np.arange(self.problem.examples), self.settings["seed"])[:steps]
         with watched or nullcontext() as run:

@@ -115,6 +115,7 @@ class Case:
     targets: int = 1
     watch: dict = field(default_factory=dict)
     close: float = 1e-9
+    steps: int = STEPS
 
 
 def clip_norm(model):
@@ -156,10 +157,36 @@ CASES = {
     "by hand": Case(by_hand=True, clip=clip_norm, watch={"max_norm": 0.5}),
     "every second step": Case(watch={"every": 2, "seed": 3}),
     "compiled": Case(compiled),
+    "carry": Case(targets=2, watch={"estimator": ["carry", "secant"], "window": 2}),
+    "carry, SGD, uneven, clipped": Case(
+        optimizer=sgd,
+        sizes=(4, 1, 3, 2),
+        clip=clip_norm,
+        watch={"estimator": "carry", "max_norm": 0.5},
+    ),
+    "carry, a rank without examples": Case(sizes=(3, 0, 2, 4), watch={"estimator": "carry"}),
+    "carry, penalty": Case(penalty=1e-2, micros=MICROS, watch={"estimator": "carry"}),
+    "carry, clipped by value": Case(clip=clip_value, watch={"estimator": "carry"}),
     "fast": Case(
         ddp={"gradient_as_bucket_view": True}, watch={"ignore": ["blocks.0.qkv.bias"], **FAST}
     ),
 }
+# Eigenbases begin at the eighth observation. All examples are sampled, in ranks and in one process.
+CURVED = {"steps": 12, "watch": {"estimator": ["secant", "influence"]}}
+INFLUENCE = {
+    "gpt": Case(targets=2, **CURVED),
+    "convnet": Case(ConvNet, **CURVED),
+    "LoRA": Case(LoRA, **CURVED),
+    "SGD, clipped by norm": Case(Matrices, sgd, clip=clip_norm, steps=12, watch={
+        "estimator": "influence", "max_norm": 0.5}),
+    "uneven": Case(sizes=(4, 1), **CURVED),
+    "a rank without examples": Case(sizes=(3, 0), **CURVED),
+    "unused parameters": Case(
+        Unused, sgd, sizes=(1, 2), ddp={"find_unused_parameters": True}, **CURVED
+    ),
+    "accumulation": Case(micros=MICROS, no_sync=True, **CURVED),
+    "by hand": Case(ConvNet, by_hand=True, **CURVED),
+}  # fmt: skip
 
 
 def data():
@@ -219,8 +246,8 @@ def train(case, world, rank, watched=True, out=None, checks=None):
         )  # fmt: skip
         if case.split is not None and rank is not None:
             run._validator._split.chosen = case.split
-    for step in range(STEPS):
-        if checks is not None and step == STEPS - 1:
+    for step in range(case.steps):
+        if checks is not None and step == case.steps - 1:
             checks.append(run.check())
         for micro in range(case.micros):
             rows, weights = rows_and_weights(case, step, micro, world, rank)

@@ -6,8 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from inrun.ledger import signals
 from inrun.ledger.entries import MemoryLedger, StepEntry
-from inrun.ledger.suspects import SPREAD, STANDS, VALUES, removed
+from inrun.ledger.suspects import SPREAD, STANDS, VALUES, _apart, _excess, by_values, removed
 
 LABELS, EACH, STEPS = 4, 60, 8
 
@@ -156,13 +157,66 @@ def test_the_window_begins_when_the_labels_are_known(right, since, why):
     assert (window["since"], window["until"]) == (since, len(right)) and why in window["why"]
 
 
-@pytest.mark.parametrize("confidence, first", [(0.6, [0, 1, 7, 5]), (0.4, [7, 5, 6, 3])])
-def test_what_is_removed(confidence, first):
+@pytest.mark.parametrize(
+    "confidence, label, first",
+    [
+        (0.6, None, [0, 1, 7, 5]),
+        (0.4, None, [7, 5, 6, 3]),  # the easiest of each label in turn
+        (0.4, 1.0, [1, 4, 7, 6]),  # of a label that stands out as many as are wrong
+        (0.6, 1.0, [0, 1, 4, 7]),
+    ],
+)
+def test_what_is_removed(confidence, label, first):
     table = pd.DataFrame({
         "id": range(8), "confidence": [confidence] * 2 + [0.1] * 6,
         "el2n": [1.3, 1.2, 0.8, 0.7, 0.6, 0.5, 0.2, 0.1], "loss": 1.0,
         "label": [0, 1, 0, 0, 1, 1, 0, 0],
     })  # fmt: skip
+    table.attrs["window"] = {"label": label, "wrong": 0 if label is None else 2}
     assert removed(table, 3, "noisy").tolist() == [0, 1, 2]
-    assert removed(table, 4, "auto").tolist() == first  # the easiest of each label in turn
+    assert removed(table, 4, "auto").tolist() == first
     assert removed(table, 4, "clean").tolist() == [7, 5, 6, 3]
+
+
+@pytest.mark.parametrize(
+    "above, wrong",
+    [
+        ([], 0),
+        ([1.0, 2.0, -1.0, -2.0], 0),
+        ([-3.0, -2.0, 1.0, 0.5], 0),
+        ([5.0, 4.0, 4.0, 1.0, -1.0, -1.5, -0.5, 0.0], 3),
+        ([5.0, 4.0, -4.0, 3.0], 2),  # as far below counts against it
+    ],
+)
+def test_how_many_are_far_above_beyond_those_below(above, wrong):
+    assert _excess(np.array(above)) == wrong
+
+
+def test_the_number_of_wrong_ones_of_a_label_that_stands_out():
+    wrong = in_label(2, 0.25)
+    found = run(wrong, fits=0.5).suspects(0)
+    window = found.attrs["window"]
+    own = found[found["label"] == 2]["id"].head(window["wrong"])
+    assert wrong.sum() / 2 < window["wrong"] <= wrong.sum() and wrong[own].all()
+    assert f"about {window['wrong']} of its examples are wrong" in by_values(window, 0)
+    assert run(spread_evenly(0.15)).suspects(0).attrs["window"]["wrong"] == 0
+
+
+def test_a_label_stands_out_among_right_ones_only():
+    """Where fit and harm agree in the other labels, too, these have wrong ones."""
+    assert _apart(np.array([0.9, -0.2, -0.1, -0.3]))[0] > STANDS[1]
+    assert (_apart(np.array([0.9, 0.2, 0.1, 0.3])) == 0).all()
+
+
+def test_a_visit_counts_as_much_as_the_model_knew():
+    """Epochs with 2, 6 and 10 of 10 labels right, 5 of the most frequent: the first does not
+    count, the second (6 − 5) / (10 − 5)."""
+    ledger = learning([0.2, 0.6, 1.0])
+    found = ledger.suspects(0).set_index("id").sort_index()
+    history = ledger.history(0).set_index("id")["margin"]
+    for i in (0, 9):
+        _, second, third = history[i]
+        assert found["margin"][i] == pytest.approx((0.2 * second + third) / 1.2)
+    plain = ledger.suspects(0, signals.Window(0, 3)).set_index("id").sort_index()
+    assert plain["margin"][9] == pytest.approx(history[9].mean())
+    assert found["visits"].eq(2).all() and plain["disagreed"][9] == pytest.approx(2 / 3)

@@ -7,6 +7,7 @@ No rank waits for another: each commits its own parts, and a rank that is killed
 not flushed. A row of ``values`` is in the folder of the rank that saw the example. ``steps`` has a
 row in every folder; sums, nobody's part and losses in it are those of all ranks, ``examples`` are
 the rank's own. The tables take the row of the lowest rank that has one and add the examples up.
+Sums and nobody's part of "carry" are known long after the step and are the rank's own, too.
 
 A folder ``rank-…`` whose run.json names another run does not count (an older run's, or copied from
 elsewhere). When a run goes on with fewer ranks, rank 0 cuts the folders that no rank writes any
@@ -31,6 +32,7 @@ from inrun.ledger import files
 from inrun.ledger.entries import ELSEWHERE
 from inrun.ledger.folder import read_info
 from inrun.ledger.manifest import Part
+from inrun.ledger.parts import CARRY
 from inrun.ledger.signals import WHOLE, Window
 from inrun.ledger.tables import Scan
 from inrun.ledger.writer import Store
@@ -124,6 +126,8 @@ class RankedStore(Store):
         reasons = every[told].drop_duplicates("step").set_index("step")["void"]
         found = every.drop_duplicates("step").sort_values("step").reset_index(drop=True)
         found["examples"] = found["step"].map(examples)
+        for name in ("sum", "nobody") if self.estimators[estimator] == CARRY else ():
+            found[name] = found["step"].map(every.groupby("step")[name].sum(min_count=1))
         known = found["step"].map(reasons)
         found["void"] = known.where(known.notna(), found["void"])
         return found

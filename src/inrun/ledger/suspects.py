@@ -12,7 +12,8 @@ the right label help more than easy ones, so r is below 0 where labels are right
 badly and hurt, so r is above 0 where there are some. It differs between labels for other reasons,
 too (few validation rows of a label, or hard ones). So a label stands out if its r is far above the
 mean of the others, counted in spreads (of the others' r, at least ``SPREAD``), by the values of
-both halves of the window: s rises from 0 to 1 between the two of ``STANDS``. Where no label does,
+both halves of the window: s rises from 0 to 1 between the two of ``STANDS``. And the mean of the
+others must be below 0: otherwise there are wrong labels among them, too. Where no label stands out,
 wrong ones are spread evenly, or values are noise, and the fit alone is best. With s the highest of
 all labels, and for those that do not stand out the mean of their r,
 
@@ -26,13 +27,20 @@ Confidence: if an example's label is right, its harm is as likely below its labe
 wrong, at least; less two standard errors, 2√k, they are the confidence for the first k of the
 list. It does not count harm where that made the ranking, which would find what it has sought.
 
+How many are wrong of a label that stands out: if all were right, harm would be as often above its
+median by some distance as below by as much. So the most that there are above any distance, beyond
+those below, are wrong: as far as the label stands out and values agree with themselves, s ρ times
+that number.
+
 Both assume that the validation labels are right and of the same kind as the training's, and the
 confidence that in no label more than half are wrong.
 
 Before the model knows the labels the signals say how frequent a label is; so the window begins with
 the first epoch in which the model got the given labels right clearly more often than the most
-frequent label would, and goes on to the end. docs/method.md says on what rules and constants were
-chosen, and where they lose, and to whom (benchmarks/suspects.py).
+frequent label would, and goes on to the end. In the fit, a visit counts as much as the model knew
+in its epoch: from 0 where it got no more right than that to 1 in the best epoch. docs/method.md
+says on what rules and constants were chosen, and where they lose, and to whom
+(benchmarks/suspects.py).
 """
 
 from __future__ import annotations
@@ -69,6 +77,7 @@ class Choice:
     hurt: float | None = None  # correlation of bad fit and harm, over all examples
     stands_out: float = 0.0  # from 0 to 1: how far it is another in one label, ...
     label: float | None = None  # ... which is this one
+    wrong: int = 0  # so many of its examples are wrong, by their harm
     weight: float = 0.0  # of values, the mean over examples
 
 
@@ -77,18 +86,21 @@ def suspects_table(
 ) -> pd.DataFrame:
     """One row per example, most suspicious first: id, suspicion, confidence, disagreed, the means
     of loss, EL2N and margin, visits, label. ``attrs["window"]`` says which visits count."""
-    chosen = _chosen(history, epochs, window)
+    chosen, known_in = _chosen(history, epochs, window)
     total = pd.DataFrame(columns=["id", *_SUMMED, "low", "high"])
     for batch in history(Window(chosen.since, chosen.until)):
         known = batch[batch["loss"].notna()]
         margin = known["margin"]
+        weight = known_in[_epoch(epochs, known["step"])]
         own = known[["id", *SHOWN]].assign(
-            disagreed=(margin < 0).astype(float).where(margin.notna()), visits=1
+            disagreed=(margin < 0).astype(float).where(margin.notna()), visits=1, weight=weight
         )
+        own[list(SHOWN)] = own[list(SHOWN)].mul(weight, axis=0)
         own = own.assign(low=known["label"], high=known["label"])
         total = _added(pd.concat([total, own], ignore_index=True) if len(total) else own)
-    for name in (*SHOWN, "disagreed"):
-        total[name] = total[name] / total["visits"]
+    for name in SHOWN:
+        total[name] = total[name] / total["weight"]
+    total["disagreed"] = total["disagreed"] / total["visits"]
     total["label"] = total["low"].where(total["low"] == total["high"])
     scores = pd.concat([_z(total["loss"]), _z(total["el2n"]), -_z(total["margin"])], axis=1)
     fit = scores.mean(axis=1)
@@ -130,34 +142,46 @@ def _joined(
     agreement = _correlation(both["a"], both["b"])
     harm, most, factor = _z(harm), stands.max(), pd.Series(1.0, fit.index)
     median, weight = pd.Series(np.nan, fit.index), pd.Series(0.0, fit.index)
+    wrong = np.zeros(len(groups))
     others = r[0][(stands == 0) & np.isfinite(r[0])]
     r[0][stands == 0] = others.mean() if len(others) else 0.0
-    for at, own, alone in zip(groups, r[0], stands, strict=True):
+    for c, (at, own, alone) in enumerate(zip(groups, r[0], stands, strict=True)):
         median.iloc[at] = harm.iloc[at].median()
         factor.iloc[at] += most * own
         rho = np.nan_to_num(_correlation(both["a"].iloc[at], both["b"].iloc[at]))
-        weight.iloc[at] = VALUES * alone * max(0.0, min(agreement, rho)) ** 2
+        rho = max(0.0, min(agreement, rho))
+        weight.iloc[at] = VALUES * alone * rho**2
+        wrong[c] = alone * rho * _excess((harm - median).iloc[at].dropna().to_numpy())
 
     score = (fit - fit.min()) * factor + weight * harm.clip(lower=0.0).fillna(0.0)
-    which = label.iloc[groups[int(stands.argmax())][0]]
+    which = int(stands.argmax())
     hurt = _correlation(fit, harm)
     chosen = replace(
         chosen, agreement=agreement, hurt=None if math.isnan(hurt) else hurt,
-        stands_out=float(most), label=float(which) if most > 0 else None,
-        weight=float(weight.mean()),
+        stands_out=float(most), label=float(label.iloc[groups[which][0]]) if most > 0 else None,
+        wrong=round(wrong[which]), weight=float(weight.mean()),
     )  # fmt: skip
     return score, _confidence(score, fit, harm - median), chosen
 
 
 def _apart(r: np.ndarray) -> np.ndarray:
-    """How far each label's r is above the mean of the others, in spreads of these."""
+    """How far each label's r is above the mean of the others, in spreads of these; 0 where that
+    mean is not below 0."""
     found = np.zeros(len(r))
     for c in np.flatnonzero(np.isfinite(r)):
         others = np.delete(r, c)
         others = others[np.isfinite(others)]
-        if len(others):
+        if len(others) and others.mean() < 0:
             found[c] = (r[c] - others.mean()) / max(SPREAD, others.std())
     return found
+
+
+def _excess(above: np.ndarray) -> int:
+    """Of how far each number is above their median: the most that there are above any distance,
+    beyond those that are as far below."""
+    up, down = np.sort(above[above > 0])[::-1], np.sort(-above[above < 0])
+    as_far_below = len(down) - np.searchsorted(down, up)
+    return int(np.max(np.arange(1, len(up) + 1) - as_far_below, initial=0))
 
 
 def _confidence(score: pd.Series, fit: pd.Series, above: pd.Series) -> pd.Series:
@@ -190,7 +214,8 @@ def by_values(window: dict[str, Any], sure: int) -> str:
     most = f"at least half of the first {sure:,} are wrong" if sure else "none is sure to be wrong"
     alone = "no label stands out"
     if window["label"] is not None:
-        alone = f"label {window['label']:g} stands out ({window['stands_out']:.0%})"
+        alone = (f"label {window['label']:g} stands out ({window['stands_out']:.0%}), "
+                 f"about {window['wrong']:,} of its examples are wrong")  # fmt: skip
     return (
         f"values: {most}; bad fit and harm correlate by {window['hurt']:+.2f}, {alone}, "
         f"weight of harm {window['weight']:.2g}"
@@ -203,7 +228,7 @@ def _z(x: pd.Series) -> pd.Series:
     return (x - x.mean()) / (spread if spread > 0 else np.inf)
 
 
-_SUMMED = (*SHOWN, "disagreed", "visits")
+_SUMMED = (*SHOWN, "disagreed", "visits", "weight")
 
 
 def _added(rows: pd.DataFrame) -> pd.DataFrame:
@@ -215,8 +240,14 @@ def _added(rows: pd.DataFrame) -> pd.DataFrame:
     return found.reset_index()
 
 
-def _chosen(history: History, epochs: pd.DataFrame, window: Window) -> Choice:
-    """The window that was asked for, or the one that the run shows to be good."""
+def _epoch(epochs: pd.DataFrame, steps: pd.Series) -> np.ndarray:
+    """The position of the epoch of each step."""
+    return np.searchsorted(epochs["since"].to_numpy(), steps.to_numpy(), side="right") - 1
+
+
+def _chosen(history: History, epochs: pd.DataFrame, window: Window) -> tuple[Choice, np.ndarray]:
+    """The window that was asked for, or the one that the run shows to be good; and how much of the
+    labels the model knew in each epoch, 1 where that is not told."""
     steps: list[pd.DataFrame] = []
     labels = pd.Series(dtype="float64")
     for batch in history(window):
@@ -233,38 +264,45 @@ def _chosen(history: History, epochs: pd.DataFrame, window: Window) -> Choice:
         )
     table = pd.concat(steps).groupby("step", as_index=False).sum()
     since, until = int(table["step"].min()), int(table["step"].max()) + 1
-    at = np.searchsorted(epochs["since"].to_numpy(), table["step"].to_numpy(), side="right") - 1
+    at, same = _epoch(epochs, table["step"]), np.ones(len(epochs))
     sums = table.groupby(at)[["right", "n"]].sum()
     share = sums["right"] / sums["n"]
     if not window.whole:
-        return Choice(since, until, "the steps that were asked for")
+        return Choice(since, until, "the steps that were asked for"), same
     frequent = float(labels.max() / labels.sum()) if len(labels) else float("nan")
     best = float(share.max())
     if not best > frequent or len(share) < 2:
         why = "all visits: the run shows no epoch from which labels are known"
-        return Choice(since, until, why)
-    first = int(share.index[share >= frequent + LEARNED * (best - frequent)][0])
+        return Choice(since, until, why), same
+    knew = (share - frequent) / (best - frequent)
+    first = int(knew.index[knew >= LEARNED][0])
     why = (
         f"from epoch {first} of 0 to {int(at.max())} on: it is the first in which the model got "
         f"clearly more of the given labels right ({share[first]:.0%}; best epoch {best:.0%}) than "
-        f"the most frequent label would ({frequent:.0%})"
+        f"the most frequent label would ({frequent:.0%}); the more right, the more it counts"
     )
-    return Choice(max(since, int(epochs["since"].iloc[first])), until, why)
+    weights = knew.clip(lower=LEARNED).reindex(range(len(epochs)), fill_value=LEARNED)
+    return Choice(max(since, int(epochs["since"].iloc[first])), until, why), weights.to_numpy()
 
 
 def removed(table: pd.DataFrame, n: int, rule: str) -> np.ndarray:
     """Positions of n rows of ``suspects_table`` to remove, the first to go first.
 
     ``noisy``: the most suspicious. ``clean``: the easiest (lowest EL2N, or loss), an equal share of
-    each label. ``auto``: the suspects of whom at least ``SURE`` are wrong by the values, of clean
-    data none, then the easiest. Never the lowest values: on clean SST-2 that was worse than
-    removing at random. ``noisy`` is for no more than the share of wrong labels: beyond, it removes
-    hard examples and did worse than random.
+    each label. ``auto``: the suspects of whom at least ``SURE`` are wrong by the values, and as
+    many of a label that stands out as are wrong there, then the easiest. Never the lowest values:
+    on clean SST-2 that was worse than removing at random. ``noisy`` is for no more than the share
+    of wrong labels: beyond, it removes hard examples and did worse than random.
     """
     order = np.arange(len(table))  # the most suspicious first
     if rule == "noisy":
         return order[:n]
-    sure = (table["confidence"] >= SURE).to_numpy(copy=True) & (rule == "auto")
+    sure = np.zeros(len(table), bool)
+    if rule == "auto":
+        window = table.attrs["window"]
+        there = (table["label"] == window["label"]).to_numpy()
+        sure = (table["confidence"] >= SURE) | (there & (there.cumsum() <= window["wrong"]))
+        sure = sure.to_numpy()
     rest = table[~sure]
     by = rest["el2n"] if rest["el2n"].notna().all() else rest["loss"]
     labels = rest["label"].fillna(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Callable, Sequence
 
 import torch
@@ -35,8 +36,8 @@ def check_carry(config: Config, optimizer: Optimizers, world: World) -> None:
         why = f"every={config.every} leaves steps out, whose momentum it must follow: pass every=1"
     elif config.smooth:
         why = "smooth= mixes validation gradients, and nothing would add up: leave it out"
-    elif not world.alone:
-        why = "it follows one process only: the momentum of all ranks holds their examples, too"
+    elif world.shards is not None:
+        why = "it follows whole parameters only, not those that fully_shard has spread over ranks"
     elif not config.step_together and len(members_of(optimizer)) > 1:
         why = "with step_together=False a batch belongs to several steps: let them step together"
     if why is not None:
@@ -60,7 +61,7 @@ def _check_optimizer(optimizer: Optimizer) -> None:
 
 def make_window(
     config: Config, estimators: Sequence[Estimator], optimizer: Optimizers, offload: bool,
-    limit: int | None, device: Callable[[], torch.device],
+    limit: int | None, device: Callable[[], torch.device], world: World,
 ) -> Window | None:  # fmt: skip
     """The window of "carry"; None for other estimators."""
     e = next((e for e, x in enumerate(estimators) if x.kind == CARRY), None)
@@ -72,25 +73,32 @@ def make_window(
         if (rule := rule_for(o).momentum) is not None
         for group in o.param_groups
     ]
-    return Window(e, config.window or window_steps(max(keeps)), offload, WindowMemory(
-        limit, offload, device, max(keeps)
-    ))  # fmt: skip
+    memory = WindowMemory(limit, offload, device, max(keeps), world)
+    return Window(e, config.window or window_steps(max(keeps)), offload, memory, world)
 
 
 class WindowMemory:
     """Says how many bytes the window will take when its first step is known, and refuses what does
-    not fit. ``limit``: in bytes; None is what is free then."""
+    not fit, first on all ranks together. ``limit``: in bytes; None is what is free then."""
 
     def __init__(
-        self, limit: int | None, offload: bool, device: Callable[[], torch.device], keep: float
-    ) -> None:
+        self, limit: int | None, offload: bool, device: Callable[[], torch.device], keep: float,
+        world: World,
+    ) -> None:  # fmt: skip
         self.limit, self.offload, self.device, self.keep = limit, offload, device, keep
-        self._said = False
+        self._world, self._sharing, self._said = world, 1, False
 
     def __call__(self, step: int, held: int, steps: int) -> None:
         """``step`` bytes were kept of a step, ``held`` of all; there will be ``steps`` of them."""
+        if self._said:
+            self._check(step, held, steps)
+        else:
+            self._sharing = self._ranks_here()
+            self._world.together(lambda: self._check(step, held, steps))
+
+    def _check(self, step: int, held: int, steps: int) -> None:
         if self.limit is None:
-            self.limit = held + free_bytes(self.device(), self.offload)
+            self.limit = held + free_bytes(self.device(), self.offload) // self._sharing
         where = "host memory" if self.offload else f"the memory of {self.device()}"
         if not self._said:
             log.info(
@@ -108,6 +116,12 @@ class WindowMemory:
                 "host memory with offload=True, or pass a smaller window=: what is older is "
                 "credited to nobody, and reported."
             )
+
+    def _ranks_here(self) -> int:
+        """How many ranks have their windows in this memory, of a device or a host."""
+        host = self.offload or self.device().type != "cuda"
+        place = platform.node(), "" if host else str(self.device())
+        return self._world.gather(place).count(place)
 
 
 def _size(n: int) -> str:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from inrun.curvature.saved import state_of
 from inrun.ledger import LedgerError
-from inrun.ledger.entries import Ledger, as_state, from_state
+from inrun.ledger.entries import Ledger, as_state
 from inrun.run.curving import load_curvature, save_curvature
-from inrun.run.recording import of_this_rank
+from inrun.run.recording import carried, of_this_rank
 
 if TYPE_CHECKING:
     from inrun.curvature.curvature import Curvature
@@ -49,7 +49,7 @@ class Checkpoints:
         ledger = self._settled()
         ledger.flush()
         scorers = [stepper.scorer for stepper in self._steppers]
-        save_curvature(scorers, ledger)
+        save_curvature(scorers, ledger, self.world)
         return {
             "step": self.step,
             "unwatched": self.unwatched,
@@ -57,6 +57,7 @@ class Checkpoints:
             "validation": self._validator.state_dict(),
             "ledger": ledger.state_dict(),
             "rank": self.world.rank,
+            "ranks": self.world.size,
             "sampling": [s.sampling.state_dict() for s in scorers],
             "carried": [as_state(e) for e in self._entries.incomplete()],
             "curvature": [state_of(c) for s in scorers if (c := s.maps.curvature) is not None],
@@ -66,7 +67,8 @@ class Checkpoints:
         """Continue from a checkpoint; what was recorded after it is forgotten.
 
         With ``estimator="carry"`` the captures before the checkpoint are gone: their examples keep
-        what they were credited until then, and what their momentum does later is nobody's.
+        what they were credited until then, and what their momentum does later is nobody's. Of
+        several ranks each then needs its own state.
         """
         wanted = ("step", "unwatched", "next_audit", "validation", "ledger")
         if missing := [key for key in wanted if key not in state]:
@@ -74,11 +76,11 @@ class Checkpoints:
                 f"this is not what run.state_dict() returned: it has no {missing[0]!r}. Keep that "
                 "under a key of its own in the checkpoint and pass it here as it was"
             )
+        waiting = carried(self.world, state)
         self._settled().load_state_dict(of_this_rank(self.world, state))  # not another run's
-        carried = [from_state(x) for x in state.get("carried", [])]
-        self._ledger.truncate(carried[0].step if carried else state["step"])
+        self._ledger.truncate(waiting[0].step if waiting else state["step"])
         self._forget(*self._steppers)
-        self._entries.replace(carried)
+        self._entries.replace(waiting)
         self.step, self.unwatched = state["step"], state["unwatched"]
         audits = state["next_audit"]
         for i, stepper in enumerate(self._steppers):

@@ -8,7 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 from inrun.ledger import LedgerError
-from inrun.ledger.entries import Ledger, MemoryLedger
+from inrun.ledger.entries import Ledger, MemoryLedger, StepEntry, from_state
 from inrun.ranks.world import World
 from inrun.run.bookkeeping import Config
 
@@ -77,3 +77,17 @@ def of_this_rank(world: World, state: Mapping[str, Any]) -> Any:
     if "records" in ledger and state.get("rank", 0) != world.rank:
         return {"records": []}
     return ledger
+
+
+def carried(world: World, state: Mapping[str, Any]) -> list[StepEntry]:
+    """The steps of a checkpoint that wait for what momentum makes of them ("carry"): those of the
+    rank that saved it."""
+    found = [from_state(x) for x in state.get("carried", [])]
+    saved, own = (state.get("rank", 0), state.get("ranks", 1)), (world.rank, world.size)
+    if found and saved != own:
+        raise LedgerError(
+            "estimator='carry' in several processes: a rank goes on from its own run.state_dict(), "
+            f"and with as many ranks. This one is of rank {saved[0]} of {saved[1]}, here is rank "
+            f"{own[0]} of {own[1]}: save one for each rank"
+        )
+    return found

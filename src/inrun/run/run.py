@@ -87,7 +87,9 @@ class Run(BeginEnd, Checkpoints, Summary, RunTables):
         self._validator, self._ledger = validator, ledger
         self._overwrite, self._loaded, self._described = overwrite, False, False
         together = (optimizer,) if config.step_together else members_of(optimizer)
-        carry = make_window(config, self.estimators, optimizer, offload, memory_limit, self._device)
+        carry = make_window(
+            config, self.estimators, optimizer, offload, memory_limit, self._device, world
+        )
         scoring = (self.params, self.estimators, validator, max_norm, scaler, world, carry)
         self._steppers = [Stepper(o, Scorer(model, o, *scoring)) for o in together]
         for stepper in self._steppers:
@@ -217,7 +219,8 @@ class Run(BeginEnd, Checkpoints, Summary, RunTables):
             self._validator.close()
             for stepper in self._steppers:
                 stepper.scorer.close()
-            save_curvature([stepper.scorer for stepper in self._steppers], self._ledger)
+            scorers = [stepper.scorer for stepper in self._steppers]
+            save_curvature(scorers, self._ledger, self.world)
         try:
             self._settled().close()
         finally:

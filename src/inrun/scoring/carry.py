@@ -33,6 +33,7 @@ from inrun.gradients.records import real, wide
 from inrun.ledger.entries import StepEntry
 from inrun.optimizers.base import LinearMap, Rule, Scale
 from inrun.optimizers.momentum import Share
+from inrun.ranks.world import ALONE, World
 from inrun.scoring.conclude import Columns, Pending, StepResult
 from inrun.scoring.contraction import contract
 from inrun.scoring.uses import Direction
@@ -89,12 +90,16 @@ class Window:
         offload: keep everything in host memory.
         check_memory: called with the bytes of the step that was kept, those of all steps that are
             kept, and how many there will be in the end.
+        world: the ranks that train together. Directions and momentum are the same on all of them;
+            each keeps its own examples' records, and asks no other for anything.
     """
 
     def __init__(
-        self, e: int, steps: int, offload: bool, check_memory: Callable[[int, int, int], None]
-    ) -> None:
+        self, e: int, steps: int, offload: bool, check_memory: Callable[[int, int, int], None],
+        world: World = ALONE,
+    ) -> None:  # fmt: skip
         self.e, self.steps, self.offload, self.check_memory = e, steps, offload, check_memory
+        self._world = world
         self.together = max(1, steps // 4)  # steps that are finished at a time
         self._u: dict[str, list[Tensor]] = {}  # of the step that begins, by group of targets
         self._begun: Kept | None = None
@@ -238,7 +243,7 @@ class Window:
         along = {k: Direction(A) for k, A in directions.items()}
         with no_autocast(kept.device.type):  # (in the place of G: its products are not used)
             V, _ = contract(along, {k: A[0] for k, A in directions.items()}, kept.micros)
-        numbers = {"values": V * kept.factor, **kept.columns.moving()}
+        numbers = {"values": self._world.averaged(V) * kept.factor, **kept.columns.moving()}
         numbers.pop("signals", None)  # the step's own result has them
         return Pending(numbers, partial(_result, kept.columns))
 
@@ -300,9 +305,13 @@ def _complete(waiting: tuple[StepEntry, Pending | None], e: int) -> StepEntry:
     values[e] = result.values[0]
     nobody = np.zeros(values.shape[:2]) if entry.nobody is None else entry.nobody.copy()
     nobody[e] = result.nobody[0]
+    sums = entry.sums
+    if sums is not None:  # of this rank: the ledger adds those of all (ledger/ranks.py)
+        sums = sums.copy()
+        sums[e] = values[e].sum(axis=-1)
     tokens = entry.tokens
     if tokens is not None and result.tokens is not None:
         positions = tokens.values.copy()
         positions[e] = result.tokens.values[0]
         tokens = replace(tokens, values=positions)
-    return replace(entry, values=values, nobody=nobody, tokens=tokens)
+    return replace(entry, values=values, nobody=nobody, tokens=tokens, sums=sums)
