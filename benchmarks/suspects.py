@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -147,10 +148,14 @@ def cell(
 def watched(trainer: Trainer, ledger: Path | None) -> Any:
     """The run, in memory or in a new folder; the one in the folder if there is one."""
     if ledger is None or not ledger.exists():
-        for _, _, run in trainer.run(["secant"], out=ledger):  # noqa: B007
+        begun = ledger and ledger.with_name(f"{ledger.name}.begun")
+        if begun is not None and begun.exists():  # what a killed run left
+            shutil.rmtree(begun)
+        for _, _, run in trainer.run(["secant"], out=begun):  # noqa: B007
             pass
-        if ledger is None:
+        if ledger is None or begun is None:
             return run
+        begun.rename(ledger)
     return inrun.open(ledger)
 
 
