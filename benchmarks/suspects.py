@@ -101,6 +101,8 @@ def main() -> None:
             continue
         settings = COMMON | own | {"task": kind_of_data, "trainings": a.trainings}
         settings |= {k: v for k in ("examples", "epochs", "length") if (v := getattr(a, k))}
+        for option, unit in (("examples", "rows"), ("length", "tokens")):
+            task += f", {n} {unit}" if (n := getattr(a, option)) else ""
         for kind in a.kinds.split(","):
             for seed in range(int(first), int(last) + 1):
                 name = f"{task.replace(', ', '-').replace(' ', '-')}-{kind}-{seed}"
