@@ -90,7 +90,9 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def merged(known: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Two results, the new one's entries above the others', at all depths."""
+    """Two results, the new one's entries above the others', at all depths; None, of what is not
+    known (a library that was not installed), takes nothing's place."""
+    new = {k: x for k, x in new.items() if x is not None or k not in known}
     both = {
         k: merged(known[k], x)
         for k, x in new.items()

@@ -150,6 +150,7 @@ def test_results_of_single_methods_are_added() -> None:
     known = {"k": 3, "rise": {"a": 1, "b": 2}}
     assert merged(known, {"k": 3, "rise": {"b": 5}}) == {"k": 3, "rise": {"a": 1, "b": 5}}
     assert merged(known, {}) == known
+    assert merged(known, {"k": None, "new": None}) == known | {"new": None}
 
 
 def test_a_problem_at_small_size(tmp_path: Path) -> None:

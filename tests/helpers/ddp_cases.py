@@ -113,6 +113,7 @@ class Case:
     targets: int = 1
     watch: dict = field(default_factory=dict)
     close: float = 1e-9
+    steps: int = STEPS
 
 
 def clip_norm(model):
@@ -167,6 +168,22 @@ CASES = {
         ddp={"gradient_as_bucket_view": True}, watch={"ignore": ["blocks.0.qkv.bias"], **FAST}
     ),
 }
+# Eigenbases begin at the eighth observation. All examples are sampled, in ranks and in one process.
+CURVED = {"steps": 12, "watch": {"estimator": ["secant", "influence"]}}
+INFLUENCE = {
+    "gpt": Case(targets=2, **CURVED),
+    "convnet": Case(ConvNet, **CURVED),
+    "LoRA": Case(LoRA, **CURVED),
+    "SGD, clipped by norm": Case(Matrices, sgd, clip=clip_norm, steps=12, watch={
+        "estimator": "influence", "max_norm": 0.5}),
+    "uneven": Case(sizes=(4, 1), **CURVED),
+    "a rank without examples": Case(sizes=(3, 0), **CURVED),
+    "unused parameters": Case(
+        Unused, sgd, sizes=(1, 2), ddp={"find_unused_parameters": True}, **CURVED
+    ),
+    "accumulation": Case(micros=MICROS, no_sync=True, **CURVED),
+    "by hand": Case(ConvNet, by_hand=True, **CURVED),
+}  # fmt: skip
 
 
 def data():
@@ -227,8 +244,8 @@ def train(case, world, rank, watched=True, out=None, checks=None):
         )  # fmt: skip
         if case.split is not None and rank is not None:
             run._validator._split.chosen = case.split
-    for step in range(STEPS):
-        if checks is not None and step == STEPS - 1:
+    for step in range(case.steps):
+        if checks is not None and step == case.steps - 1:
             checks.append(run.check())
         for micro in range(case.micros):
             rows, weights = rows_and_weights(case, step, micro, world, rank)

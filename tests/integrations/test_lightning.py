@@ -187,6 +187,48 @@ def test_resumed(tmp_path):
     assert (tmp_path / "ledger/report.html").is_file()
 
 
+class BatchAlone(Automatic):
+    def validation_step(self, batch):
+        self.print("not heard in validation passes of ours")
+        return {"loss": self.loss(batch)}
+
+
+class ManyLoaders(Automatic):
+    def validation_step(self, batch, batch_idx, dataloader_idx):
+        return self.loss(batch)
+
+
+def fit_alone(module, **options):
+    """Train an epoch without validation loops of Lightning's own."""
+    torch.manual_seed(1)
+    watched = inrun.integrations.lightning.Watch(**options)
+    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+                         enable_model_summary=False, enable_progress_bar=False,
+                         callbacks=[watched])  # fmt: skip
+    trainer.fit(module(), DataLoader(inrun.with_ids(TensorDataset(X, Y)), batch_size=4))
+    return watched.run.history()
+
+
+@pytest.mark.parametrize("module", [BatchAlone, ManyLoaders])
+def test_a_validation_step_gets_the_numbers_that_it_takes(module, capsys):
+    found = fit_alone(module, validation=held_out())
+    assert "not heard" not in capsys.readouterr().out
+    assert found.equals(fit_alone(Automatic, validation=held_out()))
+
+
+def test_targets_whose_loader_has_a_number_are_refused():
+    targets = {"a": held_out(), "b": held_out()}
+    with pytest.raises(inrun.ValidationError, match="takes a dataloader_idx"):
+        fit_alone(ManyLoaders, targets=targets)
+    loss = lambda module, batch: module.validation_step(batch, 0, 0)  # noqa: E731
+    assert len(fit_alone(ManyLoaders, targets=targets, loss=loss)) == 24
+
+
+def test_watch_without_validation_data_is_refused_at_once():
+    with pytest.raises(inrun.ValidationError, match="valued by"):
+        inrun.integrations.lightning.Watch()
+
+
 def test_two_backward_passes_are_refused():
     with pytest.raises(inrun.BatchError, match="ran backward twice"):
         fit(Twice)

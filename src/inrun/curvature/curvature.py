@@ -7,6 +7,9 @@ At an observed step, before ``optimizer.step()``, for each weight with its bias:
    observation;
 3. sample: the gradients of a few examples of the step go into the running means.
 
+Several ranks sample examples of their own and share the means: all have the curvature of the global
+batch, and no gradient of a single example is sent.
+
 Nothing here waits for a GPU, but for the first eigenbases. Those of large layers come in turns, so
 that no step pays for all.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +26,10 @@ from torch import Tensor, nn
 from inrun.capture.micro_batch import MicroBatch
 from inrun.curvature.layer import FIRST, Layer
 from inrun.curvature.places import places
-from inrun.curvature.samples import samples
+from inrun.curvature.samples import Shared, samples
 from inrun.gradients.records import wide
 from inrun.optimizers.common import Options, State, scalar, sign, step_count
+from inrun.ranks.world import ALONE, World
 
 
 @dataclass(frozen=True)
@@ -96,8 +101,9 @@ class Curvature:
         params: Mapping[str, Tensor],
         moving: Mapping[str, Moving],
         scale: float,
+        world: World = ALONE,
     ) -> None:
-        """Take in a step.
+        """Take in a step. Every rank calls it for the same steps.
 
         Args:
             modules: the model's.
@@ -108,25 +114,28 @@ class Curvature:
         passed, self.step = step - self.step, step
         if not self._of.keys() >= params.keys():
             self._place(modules, params)
-        for layer in self.layers.values():
+        sampled = {}
+        for name, layer in self.layers.items():
             own = [moving.get(k) for k in layer.place.names]
             if own[0] is not None:
                 squares = [None if m is None else m.squares for m in own]
                 layer.scale(squares, wide(own[0].G))
                 rate = effective_rate([m for m in own if m is not None], layer)
                 layer.pass_time(rate * passed)
+                sampled[name] = layer.place
         some = [m for m in micros if m.B]
-        if not some:
+        if not some and world.alone:
             return
-        micro = some[self.seen % len(some)]
-        n = min(micro.B, _sampling(params).examples)
+        micro = some[self.seen % len(some)] if some else MicroBatch(0)
+        n = min(micro.B, -(-_sampling(params).examples // world.size))
         first = self.seen * n % (micro.B - n + 1)
         self.seen += 1
+        drawn, every = _counts(world, micro.B, sum(m.B for m in some))
         # the training loss is the mean over the examples of the step, g_i the part of one in it
-        factor = scale * sum(m.B for m in some)
-        own_places = {k: x.place for k, x in self.layers.items() if x.left is not None}
-        for name, sample in samples(micro, own_places, params, first, n, factor):
-            self.layers[name].see(sample)
+        factor = scale * world.share * every
+        for name, sample in samples(micro, sampled, params, first, n, factor):
+            joint = sample if world.alone else Shared(sample, world.total, micro.B / drawn)
+            self.layers[name].see(joint)
 
     def _place(self, modules: Iterable[nn.Module], params: Mapping[str, Tensor]) -> None:
         """Make the layers that are missing. Large ones take turns with their eigenbases."""
@@ -141,6 +150,15 @@ class Curvature:
         """The layer of a parameter, if something was seen of it."""
         layer = self._of.get(name)
         return layer if layer is not None and layer.seen and layer.tau is not None else None
+
+
+def _counts(world: World, drawn: int, every: int) -> tuple[Any, Any]:
+    """Of all ranks: examples of the micro-batches that are sampled from, and of the step."""
+    if world.alone:
+        return drawn, every
+    both = torch.tensor([drawn, every], dtype=torch.float64, device="cpu")
+    of_drawn, of_every = world.total(both).unbind()
+    return of_drawn, of_every
 
 
 def _sampling(params: Mapping[str, Tensor]) -> Sampling:

@@ -2,14 +2,15 @@
 
 A sample has n gradients g [O, I] of single examples and answers three questions, each a mean over
 the examples: g gᵀ, gᵀ g, and the squares of U_Sᵀ g U_A. For a product with few tokens none of them
-needs g itself. A bias is one more column (or row) of g.
+needs g itself. A bias is one more column (or row) of g. Of several ranks the mean is over all
+their samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -97,6 +98,33 @@ class Product:
         return Product(self.a * right, self.delta * left)
 
 
+@dataclass(eq=False)
+class Shared:
+    """What all ranks know together. Each asks the same questions in the same order.
+
+    Args:
+        own: the gradients of this rank's examples.
+        total: the sum over ranks.
+        share: of this rank in the mean.
+    """
+
+    own: Sample
+    total: Callable[[Tensor], Tensor]
+    share: Tensor
+
+    def left(self) -> Tensor:
+        return self.total(self.own.left() * self.share)
+
+    def right(self) -> Tensor:
+        return self.total(self.own.right() * self.share)
+
+    def squares(self, U_S: Tensor | None, U_A: Tensor | None) -> Tensor:
+        return self.total(self.own.squares(U_S, U_A) * self.share)
+
+    def scaled(self, left: Tensor, right: Tensor | None) -> Shared:
+        return replace(self, own=self.own.scaled(left, right))
+
+
 def _gram(x: Tensor, other: Tensor) -> Tensor:
     """E[Σ_ts x_t (other_t · other_s) x_sᵀ]."""
     if x.shape[1] == 1:
@@ -108,23 +136,22 @@ def _gram(x: Tensor, other: Tensor) -> Tensor:
 
 def samples(
     micro: MicroBatch, places: Mapping[str, Place], params: Mapping[str, Tensor], first: int,
-    n: int, factor: float,
+    n: int, factor: Any,
 ) -> Iterator[tuple[str, Sample]]:  # fmt: skip
     """The gradients, times ``factor``, of examples ``first`` to ``first + n`` of a micro-batch, by
-    the name of the place; of those that it did not meet, nothing."""
+    the name of the place; 0 of places that it did not meet, and of one example if n is 0."""
     met: dict[str, list[tuple[Node, Record]]] = {}
     for node, records in micro.by_example():
         for root in node.roots & params.keys():
             met.setdefault(root, []).extend((node, r) for r in records)
     for name, place in places.items():
-        uses = [met.get(k, []) for k in place.names]
-        if any(uses):
-            yield name, _sample(place, uses, params, first, n, factor)
+        uses = [met.get(k, []) for k in place.names] if n else [[] for _ in place.names]
+        yield name, _sample(place, uses, params, first, max(n, 1), factor)
 
 
 def _sample(
     place: Place, uses: Sequence[Uses], params: Mapping[str, Tensor], first: int, n: int,
-    factor: float,
+    factor: Any,
 ) -> Sample:  # fmt: skip
     weight = params[place.name]
     if all(len(own) == 1 for own in uses):
@@ -140,7 +167,7 @@ def _sample(
     return Formed(joined(place, rows, weight))
 
 
-def _product(place: Place, record: Record, weight: Tensor, factor: float) -> Product:
+def _product(place: Place, record: Record, weight: Tensor, factor: Any) -> Product:
     record = record.to(weight.device)
     assert isinstance(record, Pair)
     a, delta = (wide(x) for x in in_one_type(record.a, record.delta))
@@ -150,7 +177,7 @@ def _product(place: Place, record: Record, weight: Tensor, factor: float) -> Pro
     return Product(delta, a) if record.transposed else Product(a, delta)
 
 
-def _rows(name: str, uses: Uses, param: Tensor, first: int, n: int, factor: float) -> Tensor:
+def _rows(name: str, uses: Uses, param: Tensor, first: int, n: int, factor: Any) -> Tensor:
     """The gradients by one parameter [n, *W]."""
     total: Tensor | None = None
     for node, record in uses:

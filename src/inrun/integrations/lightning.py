@@ -11,6 +11,7 @@ on_train_end           closes the run, writes the report
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -39,7 +40,7 @@ class Watch(Callback):  # type: ignore[misc]
         validation: a loader or list of batches that examples are valued by.
         targets: several of them by name, instead.
         loss: ``loss(module, batch)``; by default what the module's ``validation_step`` returns, its
-            logging muted.
+            logging muted (as the step of the first batch and loader, where it takes their numbers).
         out: a folder for the ledger and the report; None keeps the values in memory.
         report: write ``report.html`` into this folder when the training ends.
         options: everything else that :func:`inrun.watch` takes.
@@ -59,6 +60,11 @@ class Watch(Callback):  # type: ignore[misc]
         report: bool = True,
         **options: Any,
     ) -> None:
+        if (validation is None) == (targets is None):
+            raise inrun.ValidationError(
+                "Watch takes validation= (a loader or list of batches) or targets= (several by "
+                "name): what are the examples valued by?"
+            )
         self.run: inrun.Run | None = None
         self._data: dict[str, Any] = {"validation": validation, "targets": targets}
         self._loss, self._out, self._report = loss or _validation_step, out, report
@@ -70,6 +76,8 @@ class Watch(Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         optimizers = trainer.optimizers
+        if self._loss is _validation_step:
+            _check_numbers(pl_module, self._data["targets"])
         options = dict(self._options)
         options.setdefault("scaler", getattr(trainer.precision_plugin, "scaler", None))
         if trainer.gradient_clip_val and trainer.gradient_clip_algorithm in (None, "norm"):
@@ -151,15 +159,33 @@ class Watch(Callback):  # type: ignore[misc]
             self.run.close()
 
 
+def _check_numbers(module: Any, targets: Mapping[str, Any] | None) -> None:
+    """Refuse several targets where a loss may depend on the number of their loader."""
+    if targets and len(targets) > 1 and "dataloader_idx" in _taken(module.validation_step):
+        raise inrun.ValidationError(
+            f"{type(module).__name__}.validation_step takes a dataloader_idx, and which one a "
+            "target has is not known. If the loss does not depend on it: Watch(..., "
+            "loss=lambda module, batch: module.validation_step(batch, 0, 0))"
+        )
+
+
+def _taken(step: Callable[..., Any]) -> list[str]:
+    """The names of what a ``validation_step`` takes beside the batch."""
+    return list(inspect.signature(step).parameters)[1:]
+
+
 def _validation_step(module: Any, batch: Any) -> Tensor:
     """The loss that the module's ``validation_step`` returns; what it logs is not heard."""
     if isinstance(batch, inrun.ids.Row) or (isinstance(batch, Mapping) and inrun.ids.ID in batch):
         _, batch = inrun.take_ids(batch)
-    muted = dict.fromkeys(("log", "log_dict"), _nothing)
+    muted = dict.fromkeys(("log", "log_dict", "print"), _nothing)
     kept = {name: vars(module)[name] for name in muted if name in vars(module)}
+    taken = _taken(module.validation_step)  # as Lightning itself looks
+    numbers = {"dataloader_idx": 0} if "dataloader_idx" in taken else {}
+    first = (0,) if [k for k in taken if k != "dataloader_idx"] else ()
     try:
         vars(module).update(muted)
-        found = module.validation_step(batch, 0)
+        found = module.validation_step(batch, *first, **numbers)
     finally:
         for name in muted:
             del vars(module)[name]
@@ -175,4 +201,4 @@ def _validation_step(module: Any, batch: Any) -> Tensor:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """In the place of ``self.log``."""
+    """In the place of ``self.log`` and ``self.print``."""

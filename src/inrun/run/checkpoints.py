@@ -49,7 +49,7 @@ class Checkpoints:
         ledger = self._settled()
         ledger.flush()
         scorers = [stepper.scorer for stepper in self._steppers]
-        save_curvature(scorers, ledger)
+        save_curvature(scorers, ledger, self.world)
         return {
             "step": self.step,
             "unwatched": self.unwatched,

@@ -29,11 +29,11 @@ def check_curvature(config: Config, model: nn.Module, optimizer: Optimizers, wor
     name = next((e for e in config.estimator if Estimator.parse(e, config.point).curvature), None)
     if name is None:
         return
-    if not world.alone:
+    if world.shards is not None and not world.alone:
         raise ValueError(
-            f"estimator {name!r} in {world.size} processes: each sees the gradients of its own "
-            "examples, and their curvatures are not joined yet. Train in one process, or leave "
-            "it out of the list of estimators"
+            f"estimator {name!r} with fully_shard: its curvature needs whole parameters, of which "
+            "each rank has a part. Use DistributedDataParallel, or leave it out of the list of "
+            "estimators"
         )
     if not config.step_together and len(members_of(optimizer)) > 1:
         raise ValueError(
@@ -68,8 +68,11 @@ def with_curvature(
     )
 
 
-def save_curvature(scorers: Sequence[Scorer], ledger: Ledger) -> None:
-    """Write it beside the ledger, if that is in a folder and holds a step."""
+def save_curvature(scorers: Sequence[Scorer], ledger: Ledger, world: World) -> None:
+    """Write it beside the ledger, if that is in a folder and holds a step. All ranks have the same:
+    rank 0 does."""
+    if world.rank:
+        return
     folder, info = getattr(ledger, "path", None), getattr(ledger, "info", None)
     for scorer in scorers:
         curvature = scorer.maps.curvature

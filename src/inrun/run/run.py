@@ -219,7 +219,8 @@ class Run(BeginEnd, Checkpoints, Summary, RunTables):
             self._validator.close()
             for stepper in self._steppers:
                 stepper.scorer.close()
-            save_curvature([stepper.scorer for stepper in self._steppers], self._ledger)
+            scorers = [stepper.scorer for stepper in self._steppers]
+            save_curvature(scorers, self._ledger, self.world)
         try:
             self._settled().close()
         finally:

@@ -96,8 +96,9 @@ class Maps:
                     squares = m.rule.squares(m.g, m.p.detach(), m.state, m.options)
                 moving[name] = Moving(secant[name], m.g, scale * G, m.state, m.options, squares)
             curvature.observe(
-                step.number, step.micros, self.validator.modules, step.params, moving, scale
-            )
+                step.number, step.micros, self.validator.modules, step.params, moving, scale,
+                self.world,
+            )  # fmt: skip
 
     def _inverse(
         self, curvature: Curvature, step: Step, a: float, cancelled: dict[str, Tensor]
