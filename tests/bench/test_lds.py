@@ -16,7 +16,18 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from benchmarks.lds import gradients, inside, measures, ours, removal, retrain, rivals, truth
+from benchmarks.lds import (
+    clock,
+    cost,
+    gradients,
+    inside,
+    measures,
+    ours,
+    removal,
+    retrain,
+    rivals,
+    truth,
+)
 from benchmarks.lds import projected as projection
 from benchmarks.lds.__main__ import measured
 from benchmarks.lds.curvature import Curvature, Factors, ekfac
@@ -274,3 +285,21 @@ def test_another_draw_has_other_rows_and_another_name() -> None:
     assert other.name == "digits-mlp-draw1" and one.name == "digits-mlp"
     assert not torch.equal(one.train[0], other.train[0])
     assert not torch.equal(one.queries[0], other.queries[0])
+
+
+def test_watching_is_timed_beside_the_plain_training(tmp_path: Path) -> None:
+    out = tmp_path / "lds-cpu.json"
+    out.write_text(json.dumps({"problems": {"byte-gpt": {"steps": 3}}}))
+    before = clock.now
+    try:
+        cost.main(["byte-gpt", "--scale", "0.1", "--repeats", "1", "--out", str(out)])
+    finally:
+        clock.now = before
+    found = json.loads(out.read_text())["problems"]["byte-gpt"]
+    assert found["steps"] == 3 and min(found["watching"]["seconds"].values()) > 0
+    assert list(found["watching"]["seconds"]) == [
+        "plain",
+        "secant, one target of 1 rows", "secant, one target of 4 rows", "secant, 4 targets",
+        "influence, one target of 1 rows", "influence, one target of 4 rows",
+        "influence, 4 targets",
+    ]  # fmt: skip
