@@ -147,7 +147,9 @@ class Product:
 def add_uses(total: Tensor, uses: Sequence[Use | Product], u: Mapping[str, Direction]) -> None:
     """Add ⟨u_q, g_i⟩ of these uses to ``total`` [Q, columns]."""
     moved = {n: not n.roots.isdisjoint(u) for n in {n for use in uses for n in use.nodes}}
-    own = [use for use in uses if any(moved[n] for n in use.nodes)]
+    own = list(uses)
+    if not all(moved.values()):
+        own = [use for use in uses if any(moved[n] for n in use.nodes)]
     if not own:
         return
     for use in own:
