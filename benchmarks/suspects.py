@@ -2,8 +2,8 @@
 
     python benchmarks/suspects.py [--tasks digits,letters,text] [--seeds 10-12] [--data DIR]
                                   [--model DIR] [--device cuda] [--examples N] [--epochs N]
-                                  [--length N] [--no-prune] [--cheap] [--ledgers DIR]
-                                  [--out FILE.json]
+                                  [--length N] [--no-prune] [--trainings N] [--cheap]
+                                  [--ledgers DIR] [--out FILE.json]
 
 Tasks (``digits-8``: with 8 epochs only): scikit-learn's digits; letters that matplotlib's fonts
 draw, 16 × 16, turned, shifted and noisy (Pillow); SST-2 from --data (sst2/train.tsv, sst2/dev.tsv)
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -80,6 +81,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--length", type=int, help="tokens of a text")
     parser.add_argument("--no-prune", action="store_true")
+    parser.add_argument("--trainings", type=int, default=3, help="of each set that is left")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--cheap", action="store_true", help="single-run detectors only")
     parser.add_argument("--ledgers", type=Path)
@@ -97,8 +99,10 @@ def main() -> None:
         kind_of_data = task.split(",")[0]
         if not {kind_of_data, f"{kind_of_data}-{own['epochs']}"} & set(a.tasks.split(",")):
             continue
-        settings = COMMON | own | {"task": kind_of_data}
+        settings = COMMON | own | {"task": kind_of_data, "trainings": a.trainings}
         settings |= {k: v for k in ("examples", "epochs", "length") if (v := getattr(a, k))}
+        for option, unit in (("examples", "rows"), ("length", "tokens")):
+            task += f", {n} {unit}" if (n := getattr(a, option)) else ""
         for kind in a.kinds.split(","):
             for seed in range(int(first), int(last) + 1):
                 name = f"{task.replace(', ', '-').replace(' ', '-')}-{kind}-{seed}"
@@ -139,16 +143,21 @@ def cell(
     found["window"] = suspects.attrs["window"]
     if prune:
         found["prune"] = pruned(trainer, suspects, run)
+        found["trainings"] = settings["trainings"]
     return found
 
 
 def watched(trainer: Trainer, ledger: Path | None) -> Any:
     """The run, in memory or in a new folder; the one in the folder if there is one."""
     if ledger is None or not ledger.exists():
-        for _, _, run in trainer.run(["secant"], out=ledger):  # noqa: B007
+        begun = ledger and ledger.with_name(f"{ledger.name}.begun")
+        if begun is not None and begun.exists():  # what a killed run left
+            shutil.rmtree(begun)
+        for _, _, run in trainer.run(["secant"], out=begun):  # noqa: B007
             pass
-        if ledger is None:
+        if ledger is None or begun is None:
             return run
+        begun.rename(ledger)
     return inrun.open(ledger)
 
 
@@ -207,11 +216,12 @@ def pruned(trainer: Trainer, suspects: Any, run: Any) -> dict[str, dict[str, flo
     return found
 
 
-def accuracy(trainer: Trainer, gone: np.ndarray, seeds: int = 3) -> float:
+def accuracy(trainer: Trainer, gone: np.ndarray) -> float:
     """The mean over plain trainings of their own seeds, without these examples; as many steps as
     with all of them."""
     rest, found = np.setdiff1d(np.arange(trainer.problem.examples), gone), []
-    for seed in range(trainer.settings["seed"] + 500, trainer.settings["seed"] + 500 + seeds):
+    first = trainer.settings["seed"] + 500
+    for seed in range(first, first + trainer.settings["trainings"]):
         model = trainer.problem.build(seed)
         optimizer = tasks.optimizer("adamw", model, trainer.settings["lr"])
         for step, ids in enumerate((2 * trainer.order(rest, seed))[: trainer.steps]):

@@ -83,8 +83,8 @@ def prune(
     by: Annotated[
         Rule,
         typer.Option(
-            help="auto: suspects of whom half or more are wrong by the values, then the easiest "
-            "of each label; noisy: the suspects; "
+            help="auto: suspects of whom half or more are wrong by the values, as many of a label "
+            "that stands out as are wrong, then the easiest of each label; noisy: the suspects; "
             "clean: the easiest of each label; harm, value: one end of that ranking."
         ),
     ] = Rule.auto,
@@ -101,9 +101,10 @@ def prune(
 ) -> None:
     """Write the ids to keep after removing a share of the examples.
 
-    By default the suspects go first as far as at least half of them are wrong by their values (of
-    clean data none), then the examples that the model fitted most easily, an equal share of each
-    label. --by noisy is for no more than the share of wrong labels.
+    By default the suspects go first as far as at least half of them are wrong by their values, and
+    as many of a label that stands out as are wrong there (of clean data hardly any), then the
+    examples that the model fitted most easily, an equal share of each label. --by noisy is for no
+    more than the share of wrong labels.
     --by value removes those of lowest value, for comparison only: on clean SST-2 that was worse
     than --which random.
     Examples that were never scored are kept: nothing is known against them.

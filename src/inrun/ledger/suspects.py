@@ -279,7 +279,7 @@ def _chosen(history: History, epochs: pd.DataFrame, window: Window) -> tuple[Cho
     why = (
         f"from epoch {first} of 0 to {int(at.max())} on: it is the first in which the model got "
         f"clearly more of the given labels right ({share[first]:.0%}; best epoch {best:.0%}) than "
-        f"the most frequent label would ({frequent:.0%}); the more right, the more it counts"
+        f"the most frequent label would ({frequent:.0%}). Visits count as much as it knew then"
     )
     weights = knew.clip(lower=LEARNED).reindex(range(len(epochs)), fill_value=LEARNED)
     return Choice(max(since, int(epochs["since"].iloc[first])), until, why), weights.to_numpy()
