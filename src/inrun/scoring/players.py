@@ -14,7 +14,7 @@ from torch import Tensor
 from inrun.capture.micro_batch import MicroBatch
 from inrun.gradients import Record
 from inrun.gradients.nodes import Node, pull_back
-from inrun.ranks.shards import Stretch
+from inrun.ranks.stretch import Stretch
 from inrun.ranks.world import World
 
 NONE = Stretch(0, 0, 0)
