@@ -82,9 +82,7 @@ def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def train(
-    rank: int, watch: bool, live: Live | None, options: Any, estimator: str = "shapley"
-) -> tuple[int, list[int]]:
+def train(rank: int, watch: bool, live: Live | None, options: Any) -> tuple[int, list[int]]:
     """Trains; the number of parameters, and the peak of each step."""
     torch.manual_seed(0)
     model = GPT(256, options.width, options.layers, 4, options.length)
@@ -99,9 +97,8 @@ def train(
     run = None
     if watch:
         run = inrun.watch(
-            model, optimizer, validation=[held_out], loss=loss_of, audit_every=AUDITED,
-            estimator=estimator,
-        )  # fmt: skip
+            model, optimizer, validation=[held_out], loss=loss_of, audit_every=AUDITED
+        )
     peaks = []
     with live or nullcontext():
         for step in range(STEPS):
