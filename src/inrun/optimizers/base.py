@@ -264,8 +264,7 @@ class Part(Scale):
     __slots__ = ("factors", "place")
 
     def __init__(self, factors: Factors, place: int) -> None:
-        super().__init__(None)
-        self.factors, self.place = factors, place
+        self._K, self.factors, self.place = None, factors, place
 
     @property
     def K(self) -> Tensor:  # noqa: N802
