@@ -363,8 +363,8 @@ class Generators:
             if others and used is False:
                 continue
             state = source.state()
-            ours = not others or used or source.name in _TORCH
-            begun = self._seed(source, seed) if ours else source.comparable(state)
+            seeds = not others or used or source.name in _TORCH
+            begun = self._seed(source, seed) if seeds else source.comparable(state)
             held.append((source, state, begun))
         try:
             yield
