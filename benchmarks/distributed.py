@@ -76,19 +76,28 @@ def sharded_pass(parameters: int, root: int, width: int = 4) -> int:
 
 
 def modelled_sharded(
-    parameters: int, root: int, rounds: int, estimators: int = 1, targets: int = 1, width: int = 4
-) -> int:
+    parameters: int, root: int, rounds: int, estimators: int = 1, targets: int = 1, width: int = 4,
+    rows: int = 0, orders: int = 0,
+) -> int:  # fmt: skip
     """Bytes that inrun adds to that in a step without audit and clipping.
 
     ``rounds`` validation passes for each target (its batches divided by the ranks, rounded up); for
     each estimator and target the directions (float32) and once more the weights, a group of
     parameters at a time; numbers: one float32 (was the gradient changed?), per target its loss, per
-    estimator and target ⟨u, G⟩, and what ``modelled`` has.
+    estimator and target ⟨u, G⟩, and what ``modelled`` has. Where orders are sampled, the weights
+    are gathered for each of ``orders`` draws, and the gradients of ``rows`` examples sent in all.
     """
     passes = targets * rounds * sharded_pass(parameters, root, width)
     contraction = estimators * targets * (4 + width) * parameters
     numbers = 4 + 8 * targets + 8 * estimators * targets
-    return passes + contraction + numbers + modelled(parameters, estimators, targets)
+    sampled = orders * width * parameters
+    return (
+        passes
+        + contraction
+        + sampled
+        + numbers
+        + modelled(parameters, estimators, targets, rows=rows)
+    )
 
 
 def scatter(size: float, ranks: int) -> float:
@@ -176,14 +185,15 @@ def one_sharded(rank: int, variant: str, options: Any) -> dict[str, Any]:
 
 @contextmanager
 def counting() -> Iterator[dict[str, int]]:
-    """Counts the bytes of the larger side of all collectives."""
+    """Counts the bytes of the larger side of all collectives, of an exchange what is sent."""
     counted = {"bytes": 0}
-    names = ("all_reduce", "all_gather_single", "reduce_scatter_single")
+    names = ("all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single")
     own = {name: getattr(dist, name) for name in names}
 
     def patched(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            tensors = tensors[1:] if name == "all_to_all_single" else tensors  # what is sent
             counted["bytes"] += max(x.numel() * x.element_size() for x in tensors)
             return own[name](*args, **kwargs)
 

@@ -1,14 +1,15 @@
-"""What watching costs the host: tiny models of transformers on one CPU thread, nothing but Python and
-dispatch.
+"""What watching costs the host: tiny models of transformers on one CPU thread, nothing but Python
+and dispatch.
 
     python benchmarks/host.py [--only gpt2] [--steps 300] [--functions fast] [--out FILE.json]
 
-``watched / plain`` is the ratio of the medians of whole steps. The variants take turns, step by
-step, in one process, after the first steps: the mode stands aside, and no orders are sampled. Of a
-watched step one plain step is the training itself, and most of another one the validation pass
-(``validation_pass``, forward and backward on one row by themselves, beside a plain step).
-``calls`` are calls of Python functions and of built-in ones in a step, which do not depend on the
-machine's load: counted by ``sys.setprofile``, without what autograd's own thread does.
+Milliseconds are processor time of the thread that trains, which also runs the backward pass: what
+other programs do hardly changes it. ``of_plain`` is the ratio of the medians of whole steps. The
+variants take turns, a few steps each, in one process, after the first steps: the mode stands aside,
+and no orders are sampled. Of a watched step one plain step is the training itself, and a large part
+of another one the validation pass (``validation_pass_ms``: forward and backward on the row by
+themselves). ``calls`` are calls of Python functions and of built-in ones in a step, which depend on
+the code alone, counted by ``sys.setprofile``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ sys.path[:0] = [str(ROOT / "src")]
 
 from inrun.bench import Options, machine
 from inrun.bench.models import Problem, make_problem
-from inrun.bench.stopwatch import measured
 from inrun.bench.trainers import VARIANTS, Trainer, Watched, make_optimizer
 
 LLAMA = (
@@ -51,6 +51,7 @@ MODELS = {
 SIZE = {"batch": 4, "length": 16, "validation": 1}
 WARMUP = 24  # steps: plans are followed by then, and gradients are no longer copied
 COUNTED = 8  # steps
+TURN = 10  # steps of a variant before the next one's
 PARTS = ("forward", "backward", "step", "all else")
 FUNCTIONS = 60
 
@@ -95,20 +96,19 @@ def warm(problem: Problem, variant: str) -> Trainer:
 def measure(problem: Problem, variants: list[str], steps: int) -> dict[str, Any]:
     trainers = {v: warm(problem, v) for v in variants}
     row = Trainer(problem, copy.deepcopy(problem.model).eval(), trainers["plain"].optimizer)
-    whole: dict[str, list[float]] = {v: [] for v in variants}
     parts: dict[str, list[dict[str, float]]] = {v: [] for v in variants}
     passes: list[float] = []
     gc.collect()
     gc.disable()  # it would fall on some steps
     try:
-        for _ in range(steps):
+        for _ in range(0, steps, TURN):
             for v, trainer in trainers.items():
-                parts[v].append(one_step(trainer))
-                whole[v].append(sum(parts[v][-1].values()))
-            passes.append(validation_pass(row))
-            gc.collect(0)
+                parts[v] += [one_step(trainer) for _ in range(TURN)]
+                gc.collect()
+            passes += [validation_pass(row) for _ in range(TURN)]
     finally:
         gc.enable()
+    whole = {v: [sum(p.values()) for p in own] for v, own in parts.items()}
     plain = median(whole["plain"])
     found: dict[str, Any] = {
         "parameters": len([p for p in problem.model.parameters() if p.requires_grad]),
@@ -120,7 +120,6 @@ def measure(problem: Problem, variants: list[str], steps: int) -> dict[str, Any]
             "ms": round(median(whole[v]), 3),
             "of_plain": round(median(whole[v]) / plain, 3),
             "parts_ms": {k: round(median(p[k] for p in parts[v]), 3) for k in PARTS},
-            "stages_ms": stages(trainer) if isinstance(trainer, Watched) else {},
             "calls": calls(trainer),
             "remark": trainer.remark(),
         }
@@ -134,9 +133,9 @@ def one_step(trainer: Trainer) -> dict[str, float]:
 
     @contextmanager
     def timed(part: str) -> Iterator[None]:
-        begun = time.perf_counter()
+        begun = time.thread_time()
         yield
-        found[part] += 1e3 * (time.perf_counter() - begun)
+        found[part] += 1e3 * (time.thread_time() - begun)
 
     opened = trainer.run.batch(ids(trainer)) if isinstance(trainer, Watched) else None
     if opened is not None:
@@ -163,25 +162,15 @@ def ids(trainer: Trainer) -> torch.Tensor:
 def validation_pass(row: Trainer) -> float:
     """Milliseconds of a forward and backward pass on the validation row."""
     params = [p for p in row.params if p.requires_grad]
-    begun = time.perf_counter()
+    begun = time.thread_time()
     for batch in row.problem.targets.values():
         torch.autograd.grad(row.loss(batch), params)
-    return 1e3 * (time.perf_counter() - begun)
-
-
-def stages(trainer: Trainer) -> dict[str, float]:
-    """Milliseconds of the stages inside ``optimizer.step()``."""
-    with measured() as watch:
-        for _ in range(COUNTED):
-            trainer.step()
-    return {k: round(ms / COUNTED, 3) for k, ms in watch.milliseconds().items()}
+    return 1e3 * (time.thread_time() - begun)
 
 
 def calls(trainer: Trainer) -> dict[str, int]:
     """Calls of Python and of built-in functions in a step: median over some."""
-    counts: list[tuple[int, int]] = []
-    for _ in range(COUNTED):
-        counts.append(counted(partial(one_step, trainer)))
+    counts = [counted(partial(one_step, trainer)) for _ in range(COUNTED)]
     python, built_in = (int(median(x)) for x in zip(*counts, strict=True))
     return {"python": python, "built_in": built_in}
 

@@ -26,7 +26,7 @@ from torch import Tensor
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from benchmarks.lds import gradients, inside, measures, ours, rivals
+from benchmarks.lds import clock, gradients, inside, measures, ours, rivals
 from benchmarks.lds.credit import Credit, Method
 from benchmarks.lds.problems import NAMES, Problem, problem
 from benchmarks.lds.retrain import halves, outcomes
@@ -46,8 +46,8 @@ ADDED = ("methods", "failed")  # what single methods add to
 def chosen(given: Problem, args: argparse.Namespace) -> list[Method]:
     """All methods for the problem, or those that are named."""
     methods = [*ON_GPU] if given.device.type == "cuda" else [*INSIDE, *OURS]
-    if given.classifies and not args.no_rivals:
-        methods += [m for many in rivals.LIBRARIES.values() for m in many]
+    if not args.no_rivals:
+        methods += rivals.of(given)
     if args.methods:
         methods = [m for m in methods if m.__name__ in args.methods.split(",")]
     return methods
@@ -152,6 +152,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--draws", type=int, default=200, help="of the bootstrap")
     parser.add_argument("--scale", type=float, default=1.0, help="below 1: a try at small size")
     parser.add_argument("--methods", help="only these functions, comma-separated; added to --out")
+    parser.add_argument("--cpu-seconds", action="store_true", help="costs in seconds of CPU time")
     parser.add_argument("--no-rivals", action="store_true", help="leave other libraries out")
     parser.add_argument("--seconds", type=float, help="of all problems, then begin nothing new")
     return parser.parse_args()
@@ -159,6 +160,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
+    if args.cpu_seconds:
+        clock.now = time.process_time
     device = torch.device(args.device)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.lds import clock
 from benchmarks.lds.problems import Batch, Problem
 
 Weights = dict[str, Tensor]
@@ -57,13 +57,13 @@ def plain_seconds(problem: Problem, seed: int) -> float:
     optimizer = problem.optimizer(model)
     order = [rows.to(problem.device) for rows in problem.order(torch.arange(problem.examples), 0)]
     wait(problem)
-    begun = time.perf_counter()
+    begun = clock.now()
     for ids in order:
         problem.loss(model, tuple(x[ids] for x in problem.train)).backward()
         optimizer.step()
         optimizer.zero_grad()
     wait(problem)
-    return time.perf_counter() - begun
+    return clock.now() - begun
 
 
 def wait(problem: Problem) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import inrun
+from benchmarks.lds import clock
 from benchmarks.lds.credit import Credit
 from benchmarks.lds.gradients import Training, wait
 from benchmarks.lds.problems import Batch, Problem
@@ -33,7 +33,7 @@ def watched(
     optimizer = problem.optimizer(model)
     order = [rows.tolist() for rows in problem.order(torch.arange(problem.examples), seed)]
     wait(problem)
-    begun = time.perf_counter()
+    begun = clock.now()
     with inrun.watch(
         model, optimizer, targets={k: [v] for k, v in targets.items()}, loss=problem.loss,
         estimator=list(estimators), training="fast", audit_every=0,
@@ -45,7 +45,7 @@ def watched(
             optimizer.step()
             optimizer.zero_grad()
         wait(problem)
-        seconds = time.perf_counter() - begun
+        seconds = clock.now() - begun
     return model, run, seconds
 
 
@@ -100,12 +100,12 @@ def ask(problem: Problem, seed: int, _: Training) -> dict[str, Credit]:
     model, run, seconds = watched(problem, seed, ["influence"], one)
     rows = torch.arange(problem.examples).split(problem.chunk or 100)
     pairs = ((i.tolist(), tuple(x[i.to(problem.device)] for x in problem.train)) for i in rows)
-    begun = time.perf_counter()
+    begun = clock.now()
     found = inrun.ask(
         model, pairs, queries(problem), run=run, loss=problem.loss, memory_limit=MEMORY
     )
     wait(problem)
-    seconds += time.perf_counter() - begun
+    seconds += clock.now() - begun
     table = found.sort_values("id")[list(queries(problem))]
     values = torch.from_numpy(table.to_numpy(dtype="float64", copy=True))
     return {"inrun ask": Credit(values, seconds, True)}

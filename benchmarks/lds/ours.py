@@ -3,11 +3,10 @@ their best, where a library of theirs does not run. Named "our …" in the table
 
 from __future__ import annotations
 
-import time
-
 import torch
 from torch import Tensor
 
+from benchmarks.lds import clock
 from benchmarks.lds.credit import Credit
 from benchmarks.lds.curvature import ekfac
 from benchmarks.lds.gradients import Training, Weights, all_rows, chunks, dots, per_example, wait
@@ -33,16 +32,16 @@ def scored(problem: Problem, training: Training, weights: Weights, directions: W
 
 def graddot(problem: Problem, seed: int, training: Training) -> dict[str, Credit]:
     """⟨g_i, g_q⟩ at the end of training."""
-    begun = time.perf_counter()
+    begun = clock.now()
     asked = all_rows(problem, training.model, end(training), problem.queries)
     values = scored(problem, training, end(training), asked)
     wait(problem)
-    return {"our GradDot": Credit(values, time.perf_counter() - begun)}
+    return {"our GradDot": Credit(values, clock.now() - begun)}
 
 
 def tracin(problem: Problem, seed: int, training: Training) -> dict[str, Credit]:
     """Sum of ⟨g_i, g_q⟩ over checkpoints, all with the same learning rate (TracInCP)."""
-    begun = time.perf_counter()
+    begun = clock.now()
     values: Tensor | int = 0
     last = max(training.weights)
     for t in [(k + 1) * last // CHECKPOINTS for k in range(CHECKPOINTS)]:
@@ -51,13 +50,13 @@ def tracin(problem: Problem, seed: int, training: Training) -> dict[str, Credit]
         values = values + scored(problem, training, weights, asked)
     wait(problem)
     assert isinstance(values, Tensor)
-    return {f"our TracInCP, {CHECKPOINTS} checkpoints": Credit(values, time.perf_counter() - begun)}
+    return {f"our TracInCP, {CHECKPOINTS} checkpoints": Credit(values, clock.now() - begun)}
 
 
 def ekfac_at_end(problem: Problem, seed: int, training: Training) -> dict[str, Credit]:
     """EK-FAC of the trained model, damped by a tenth of each layer's mean eigenvalue. Biases have a
     diagonal of their own, as in inrun; kronfluence has them inside the factors."""
-    begun = time.perf_counter()
+    begun = clock.now()
     weights, model = end(training), training.model
     parts = [rows for _, rows in chunks(problem, problem.train)]
     curvature = ekfac(problem, model, weights, parts)
@@ -66,13 +65,13 @@ def ekfac_at_end(problem: Problem, seed: int, training: Training) -> dict[str, C
     found = curvature.solve(asked, {k: 0.1 * x for k, x in mean.items()})
     values = scored(problem, training, weights, found)
     wait(problem)
-    return {"our EK-FAC, biases apart": Credit(values, time.perf_counter() - begun)}
+    return {"our EK-FAC, biases apart": Credit(values, clock.now() - begun)}
 
 
 def trak(problem: Problem, seed: int, training: Training) -> dict[str, Credit]:
     """TRAK with one model: features ∇ log(p / (1 − p)) with p = exp(−loss), a Gram matrix damped
     by its mean diagonal, scores weighted by 1 − p."""
-    begun = time.perf_counter()
+    begun = clock.now()
     whole = sum(w.numel() for w in end(training).values())
     hashed = 4.0 * whole * problem.examples > FEATURES
     features, wrong = _features(problem, training, problem.train, hashed)
@@ -82,7 +81,7 @@ def trak(problem: Problem, seed: int, training: Training) -> dict[str, Credit]:
     values = torch.linalg.solve(gram, features @ asked.T) * wrong[:, None]
     wait(problem)
     name = f"our TRAK, {BUCKETS} hashed features" if hashed else "our TRAK, exact features"
-    return {name: Credit(values, time.perf_counter() - begun)}
+    return {name: Credit(values, clock.now() - begun)}
 
 
 def _features(

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.lds import clock
 from benchmarks.lds.problems import Batch, Problem
 from experiments.common import stacked
 
@@ -85,14 +86,14 @@ def outcomes(
             continue
         if until is not None and time.monotonic() > until and found:
             break
-        begun = time.perf_counter()
+        begun = clock.now()
         parts = []
         for start in range(0, len(masks), together):
             part = masks[start : start + together]
             seeds = [(first_seed + r) * 10_000 + start + k for k in range(len(part))]
             parts.append(query_losses(problem, trained(problem, part, seeds)).cpu())
         found.append(torch.cat(parts))
-        seconds.append((time.perf_counter() - begun) / len(masks))
+        seconds.append((clock.now() - begun) / len(masks))
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
             np.savez_compressed(file, losses=found[-1].numpy(), seconds=seconds[-1])

@@ -1,5 +1,6 @@
-"""Other libraries, called as their documentation says, on problems that classify: dattri,
-kronfluence, traker and captum. One that is not installed or fails is named in the results.
+"""Other libraries, called as their documentation says: dattri, kronfluence, traker and captum. One
+that is not installed or fails is named in the results. Problems that do not classify are for those
+that take a loss of any kind (``ANY_LOSS``).
 
 Their credits are of one trained model (TracInCP: of its checkpoints). Damping decides much, and
 defaults do badly here (TRAK has none, with more features than examples). So it was chosen in favour
@@ -12,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import io
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,10 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.lds.credit import Credit
+from benchmarks.lds import clock
+from benchmarks.lds.credit import Credit, Method
 from benchmarks.lds.gradients import Training
 from benchmarks.lds.ours import CHECKPOINTS, end
-from benchmarks.lds.problems import Problem
+from benchmarks.lds.problems import Batch, Problem
 
 PROJECTED = 4096
 DAMPING = 1e-2  # of influence functions
@@ -44,7 +45,7 @@ def loaders(problem: Problem, rows: int = 100) -> tuple[DataLoader[Any], DataLoa
 
 def credited(name: str, work: Callable[[], Tensor], problem: Problem) -> dict[str, Credit]:
     """``work`` returns [N, Q]; what it prints is not shown."""
-    begun = time.perf_counter()
+    begun = clock.now()
     with (
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),
@@ -52,7 +53,7 @@ def credited(name: str, work: Callable[[], Tensor], problem: Problem) -> dict[st
     ):
         warnings.simplefilter("ignore")
         values = work().detach().double().cpu()
-    seconds = time.perf_counter() - begun
+    seconds = clock.now() - begun
     expected = (problem.examples, len(problem.queries[0]))
     if values.shape != expected:
         raise ValueError(f"{name} returned {tuple(values.shape)} instead of {expected}")
@@ -61,10 +62,18 @@ def credited(name: str, work: Callable[[], Tensor], problem: Problem) -> dict[st
 
 def one_row(problem: Problem, model: nn.Module) -> Callable[..., Tensor]:
     """The loss of one row as dattri wants it: of parameters and a row without its batch."""
+    every = rows_loss(problem, model)
+    return lambda weights, row: every(weights, tuple(x[None] for x in row))
 
-    def loss(weights: dict[str, Tensor], row: tuple[Tensor, Tensor]) -> Tensor:
-        out = torch.func.functional_call(model, weights, (row[0][None],))
-        return F.cross_entropy(out, row[1][None])
+
+def rows_loss(problem: Problem, model: nn.Module) -> Callable[..., Tensor]:
+    """The mean loss of a batch as dattri wants it: of parameters and the batch."""
+
+    def loss(weights: dict[str, Tensor], rows: Batch) -> Tensor:
+        def call(x: Tensor) -> Tensor:
+            return torch.func.functional_call(model, weights, (x,))
+
+        return problem.losses(call, tuple(rows)).mean()  # type: ignore[arg-type]
 
     return loss
 
@@ -117,10 +126,7 @@ def dattri_ekfac(problem: Problem, seed: int, training: Training) -> dict[str, C
     from dattri.algorithm.influence_function import IFAttributorEKFAC
     from dattri.task import AttributionTask
 
-    def loss(weights: dict[str, Tensor], rows: tuple[Tensor, Tensor]) -> Tensor:
-        out = torch.func.functional_call(training.model, weights, (rows[0],))
-        return F.cross_entropy(out, rows[1])
-
+    loss = rows_loss(problem, training.model)
     task = AttributionTask(loss, training.model, dict(end(training)))
     train, queries = loaders(problem)
 
@@ -155,24 +161,31 @@ def dattri_cg(problem: Problem, seed: int, training: Training) -> dict[str, Cred
     return credited(f"dattri IF, conjugate gradients, damping {DAMPING:g}", work, problem)
 
 
+def drawn_losses(model: nn.Module, batch: Batch) -> Tensor:
+    """The losses of rows with labels, or next tokens, drawn from what the model predicts: [B]."""
+    logits = model(batch[0])
+    if len(batch) == 1:  # tokens only: each position predicts the next
+        logits = logits[:, :-1]
+    flat = logits.flatten(0, -2)
+    drawn = torch.multinomial(flat.detach().softmax(-1), 1).flatten()
+    return F.cross_entropy(flat, drawn, reduction="none").view(len(batch[0]), -1).mean(1)
+
+
 def kronfluence_ekfac(problem: Problem, seed: int, training: Training) -> dict[str, Credit]:
     from kronfluence.analyzer import Analyzer, prepare_model
     from kronfluence.arguments import FactorArguments, ScoreArguments
     from kronfluence.task import Task
 
-    class Classify(Task):
+    class Losses(Task):
         def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
-            out = model(batch[0])
-            y = batch[1]
-            if sample:
-                y = torch.multinomial(out.detach().softmax(-1), 1).flatten()
-            return F.cross_entropy(out, y, reduction="sum")
+            losses = drawn_losses if sample else problem.losses
+            return losses(model, tuple(batch)).sum()
 
         def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
-            return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+            return problem.losses(model, tuple(batch)).sum()
 
     def work(damping: float | None) -> Tensor:
-        task = Classify()
+        task = Losses()
         model = problem.make(seed)
         model.load_state_dict(end(training))
         with tempfile.TemporaryDirectory() as folder:
@@ -274,6 +287,16 @@ LIBRARIES = {
     "traker": (traker_trak,),
     "captum": (captum_tracin,),
 }
+
+ANY_LOSS = (dattri_trak, dattri_tracin, dattri_ekfac, kronfluence_ekfac)
+
+
+def of(problem: Problem) -> list[Method]:
+    """The methods that can read this problem. Of large models none that forms the gradients of
+    many rows at a time."""
+    if problem.classifies:
+        return [m for many in LIBRARIES.values() for m in many]
+    return [*ANY_LOSS] if problem.chunk is None else [kronfluence_ekfac]
 
 
 def versions() -> dict[str, str | None]:

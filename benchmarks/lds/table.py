@@ -230,6 +230,19 @@ def projected(place: str) -> str:
     return "\n".join([*lines, "", f"Models of {sizes} parameters; means over two runs."])
 
 
+def watching(place: str) -> str:
+    """What watching costs, in trainings, where it was measured."""
+    found = {k: p["watching"]["seconds"] for k, p in problems(place).items() if "watching" in p}
+    if not found:
+        return "*Not measured yet: `python -m benchmarks.lds.cost` fills this table.*"
+    lines = ["| | " + " | ".join(TITLES[p] for p in found) + " |", "|---" * (len(found) + 1) + "|"]
+    for name in next(iter(found.values())):
+        cells = [f"{p[name] / p['plain']:.1f}" for p in found.values()]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    plain = ", ".join(f"{p['plain']:.2g} s" for p in found.values())
+    return "\n".join([*lines, "", f"A plain training: {plain} of CPU time, one thread."])
+
+
 def conditions(found: dict[str, Any]) -> list[str]:
     """What was measured, with what, and what did not run."""
     lines = []
@@ -259,6 +272,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "lds-public": public,
     **{f"lds-{place}": lambda place=place: quality(place) for place in ("cpu", "h200")},  # type: ignore
     **{f"lds-{place}-cost": lambda place=place: cost(place) for place in ("cpu", "h200")},  # type: ignore
+    "lds-watching": lambda: watching("cpu"),
     "lds-removal": lambda: removal("cpu"),
     "which-number": lambda: numbers("cpu"),
     "lds-projected": lambda: projected("cpu"),

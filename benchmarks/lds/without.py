@@ -40,8 +40,8 @@ def further(given: Problem, args: argparse.Namespace) -> dict[str, Any]:
     """Brittleness and tail patch of the credits of one run."""
     training = gradients.train(given, 0, ours.CHECKPOINTS)
     every = [*METHODS]
-    if given.classifies and not args.no_rivals:
-        every += [m for many in rivals.LIBRARIES.values() for m in many]
+    if not args.no_rivals:
+        every += rivals.of(given)
     chosen = [m for m in every if not args.methods or m.__name__ in args.methods.split(",")]
     chosen = [m for m in chosen if m.__name__ not in LEFT_OUT]
     credits, failed = {}, {}

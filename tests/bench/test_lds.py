@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,18 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from benchmarks.lds import gradients, inside, measures, ours, removal, retrain, truth
+from benchmarks.lds import (
+    clock,
+    cost,
+    gradients,
+    inside,
+    measures,
+    ours,
+    removal,
+    retrain,
+    rivals,
+    truth,
+)
 from benchmarks.lds import projected as projection
 from benchmarks.lds.__main__ import measured
 from benchmarks.lds.curvature import Curvature, Factors, ekfac
@@ -169,6 +181,33 @@ def test_a_problem_at_small_size(tmp_path: Path) -> None:
     assert all(-1 <= m["lds"]["mean"] <= 1 for m in result["methods"].values())
 
 
+def test_libraries_get_problems_that_they_can_read(small: Problem) -> None:
+    gpt = problem("byte-gpt", CPU, None, 0.1)
+    assert rivals.of(gpt) == list(rivals.ANY_LOSS)
+    assert {*rivals.of(replace(gpt, classifies=True))} > {*rivals.of(gpt)}
+    assert rivals.of(small) == [rivals.kronfluence_ekfac]  # in chunks: a large model
+    for given in (small, gpt):
+        model, rows = given.make(0), tuple(x[:3] for x in given.train)
+        weights = dict(model.named_parameters())
+        torch.testing.assert_close(
+            rivals.rows_loss(given, model)(weights, rows), given.loss(model, rows)
+        )
+        each = [rivals.one_row(given, model)(weights, tuple(x[i] for x in rows)) for i in range(3)]
+        torch.testing.assert_close(torch.stack(each), given.losses(model, rows))
+
+
+def test_labels_are_drawn_from_what_the_model_predicts() -> None:
+    """Their loss is on average the entropy of the prediction."""
+    torch.manual_seed(0)
+    logits = torch.randn(2, 1, 4).expand(2, 2001, 4)
+    entropy = torch.distributions.Categorical(logits=logits[:, 0]).entropy()
+    tokens = torch.zeros(2, 2001, dtype=torch.long)
+    found = rivals.drawn_losses(lambda _: logits, (tokens,))  # type: ignore[arg-type]
+    assert (found - entropy).abs().max() < 0.1
+    labels = rivals.drawn_losses(lambda _: logits[:1, 0], (tokens[:1], tokens[:1, 0]))  # type: ignore
+    assert labels.shape == (1,)
+
+
 def test_sums_over_visits_are_the_values_of_the_run(small: Problem) -> None:
     model, run, seconds = inside.watched(small, 0, ["secant"], inside.queries(small))
     found = inside.sums(small, run, "secant", seconds)["inrun secant"].values
@@ -246,3 +285,21 @@ def test_another_draw_has_other_rows_and_another_name() -> None:
     assert other.name == "digits-mlp-draw1" and one.name == "digits-mlp"
     assert not torch.equal(one.train[0], other.train[0])
     assert not torch.equal(one.queries[0], other.queries[0])
+
+
+def test_watching_is_timed_beside_the_plain_training(tmp_path: Path) -> None:
+    out = tmp_path / "lds-cpu.json"
+    out.write_text(json.dumps({"problems": {"byte-gpt": {"steps": 3}}}))
+    before = clock.now
+    try:
+        cost.main(["byte-gpt", "--scale", "0.1", "--repeats", "1", "--out", str(out)])
+    finally:
+        clock.now = before
+    found = json.loads(out.read_text())["problems"]["byte-gpt"]
+    assert found["steps"] == 3 and min(found["watching"]["seconds"].values()) > 0
+    assert list(found["watching"]["seconds"]) == [
+        "plain",
+        "secant, one target of 1 rows", "secant, one target of 4 rows", "secant, 4 targets",
+        "influence, one target of 1 rows", "influence, one target of 4 rows",
+        "influence, 4 targets",
+    ]  # fmt: skip

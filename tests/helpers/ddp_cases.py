@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import inrun
 from inrun.gpt import GPT
+from inrun.scoring import deals
 
 STEPS, MICROS, WORDS, LENGTH = 4, 2, 11, 6
 
@@ -110,6 +111,7 @@ class Case:
     shard: Any = None  # applies fully_shard to the model
     evaluate: bool = False  # run the model without gradients after each step
     split: bool | None = None  # the parts of the validation pass
+    slab: int | None = None  # numbers of gradients that are held while orders are sampled
     targets: int = 1
     watch: dict = field(default_factory=dict)
     close: float = 1e-9
@@ -150,6 +152,7 @@ CASES = {
     "whole validation": Case(split=False, watch={"per_step": 2, "point": "gauss2"}),
     "uneven": Case(sizes=(4, 1, 3, 2)),
     "a rank without examples": Case(sizes=(3, 0, 2, 4), autocast=False),
+    "large parameters": Case(sizes=(7, 6), slab=13 * 60),
     "unused parameters": Case(Unused, sgd, ddp={"find_unused_parameters": True}),
     "by hand": Case(by_hand=True, clip=clip_norm, watch={"max_norm": 0.5}),
     "every second step": Case(watch={"every": 2, "seed": 3}),
@@ -219,6 +222,7 @@ def train(case, world, rank, watched=True, out=None, checks=None):
     of the last step is added to ``checks``. Where there is a process group of one process, the
     model is sharded on it, so that its numbers are cast as those of ranks are."""
     torch.manual_seed(0)
+    deals.SLAB = {"cpu": case.slab or 2**26}
     model = net = case.model()
     x = data()
     if case.shard is not None and (rank is not None or dist.is_initialized()):
@@ -234,8 +238,6 @@ def train(case, world, rank, watched=True, out=None, checks=None):
         options["targets"] = {"one": val[:2], "two": val[2:]}
     if rank is not None and case.by_hand:
         options["process_group"] = dist.group.WORLD
-    if case.shard is not None:  # of shards no orders are sampled
-        options["estimator"] = "secant"
     options |= case.watch
     run = None
     if watched:

@@ -8,6 +8,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
@@ -65,6 +66,10 @@ def sharded(**options):
     return apply
 
 
+def columns(p):
+    return Shard(p.ndim - 1)
+
+
 def hybrid(model):
     """Two replicas of two shards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
@@ -94,6 +99,8 @@ FSDP_CASES = {
         clip=clip_norm, shard=sharded(), watch={"max_norm": 0.5, "ignore": ["norm.bias"], **FAST}
     ),
     "fsdp, odd operations": Case(Odd, shard=sharded(), evaluate=True),
+    "fsdp, columns": Case(shard=sharded(shard_placement_fn=columns)),
+    "fsdp, large parameters": Case(sizes=(7, 6), shard=sharded(), slab=13 * 60),
 }
 FSDP_FOUR = {
     "fsdp, hybrid": Case(gpt, clip=clip_norm, watch={"max_norm": 0.5}, shard=hybrid),

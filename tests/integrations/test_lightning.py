@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import inrun
+from helpers import lightning_ranks
+from helpers.ranks import in_ranks
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs the extra inrun[lightning]")
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"),  # Lightning's advice
@@ -243,6 +245,18 @@ def test_a_batch_without_ids_is_refused():
     with pytest.raises(inrun.BatchError, match=r"inrun.with_ids\(dataset\)"):
         trainer.fit(model, held_out(), held_out())
     assert "training_step" not in vars(model)
+
+
+def test_two_processes_have_the_values_of_one(tmp_path):
+    ranks = in_ranks(2, lightning_ranks.launched, str(tmp_path))
+    _, alone = lightning_ranks.fit()
+    together = inrun.open(tmp_path)
+    a, b = (r.history().sort_values(["step", "id"]) for r in (alone, together))
+    assert a["id"].tolist() == b["id"].tolist() and len(a) == 48
+    np.testing.assert_allclose(b["value"], a["value"], rtol=1e-9, atol=1e-14)
+    for plain, watched, steps, seen in ranks:
+        assert all(map(np.array_equal, plain, watched)) and seen == 24
+        np.testing.assert_allclose(steps["sum"], alone.steps()["sum"], rtol=1e-9)
 
 
 def test_without_lightning_the_extra_is_named(monkeypatch):

@@ -285,6 +285,18 @@ def test_several_evaluation_sets_are_targets():
     assert {"first", "second"} <= {*each.inrun.values().columns}
 
 
+def test_rows_may_be_given_as_a_list():
+    found = []
+    for options in ({}, {"validation": HELD_OUT}):
+        watched = trainer()
+        if options:
+            watched.eval_dataset = None
+        run = inrun.integrations.hf.watch(watched, **options)
+        watched.train()
+        found.append(run.history())
+    assert found[0].equals(found[1])
+
+
 def test_the_trainer_is_as_it_was_when_it_is_let_go():
     each = trainer()
     before = {*vars(each)}, [type(c) for c in each.callback_handler.callbacks]

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import inrun
 from helpers.ranks import in_ranks
 from inrun.scoring.agreed import Agreed
+from inrun.scoring.coalitions import Game
 
 STEPS = 6
 
@@ -258,15 +259,21 @@ def sent(rank, world):
 
 
 def sent_by_shards():
-    """Bytes given to all collectives in a step with fully_shard, plain and watched."""
+    """Bytes given to all collectives in a step with fully_shard: plain, watched, and with sampled
+    orders; how often these were drawn."""
     from benchmarks.distributed import counting
 
-    found = []
-    for watched in (False, True):
+    found, drawn = [], []
+    sample = Game._by
+    Game._by = lambda *own: drawn.append(1) or sample(*own)
+    for estimator in (None, "secant", "shapley"):
         model, optimizer = parts(fsdp=True)
-        with watch(model, optimizer, per_step=2) if watched else contextlib.nullcontext() as run:
+        watched = estimator is not None
+        options = {"per_step": 2, "estimator": estimator}
+        with watch(model, optimizer, **options) if watched else contextlib.nullcontext() as run:
             x, y = data()
             for _ in range(2):  # the first step verifies more
+                drawn.clear()
                 with counting() as counted:
                     with run.batch(range(3)) if watched else contextlib.nullcontext():
                         loss(model, (x[:3], y[:3])).backward()
@@ -275,15 +282,18 @@ def sent_by_shards():
                     optimizer.step()
                 optimizer.zero_grad()
         found.append(counted["bytes"])
-    return found
+    return *found, len(drawn)
 
 
 def test_bytes_that_are_sent_are_those_of_the_cost_model():
     from benchmarks.distributed import modelled, modelled_sharded, sharded_pass
 
-    for (whole, split), parameters, (plain, watched) in in_ranks(2, sent):
+    for (whole, split), parameters, (plain, watched, sampled, drawn) in in_ranks(2, sent):
         assert whole == modelled(parameters)
         assert split == modelled(parameters, split=True)
         root = 14  # numbers of the last layer
         assert plain == sharded_pass(parameters, root)
-        assert watched - plain == modelled_sharded(parameters, root, rounds=1)
+        expected = modelled_sharded(parameters, root, rounds=1)
+        assert watched - plain == expected
+        with_orders = modelled_sharded(parameters, root, rounds=1, rows=3 * drawn, orders=drawn)
+        assert drawn and 0 <= sampled - plain - with_orders < 1000  # values of players

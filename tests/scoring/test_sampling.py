@@ -11,7 +11,7 @@ from torch import nn
 import inrun
 from helpers.optimizer_zoo import OPTIONS
 from inrun.optimizers import rule_for
-from inrun.scoring import coalitions, joining
+from inrun.scoring import coalitions, deals, joining
 from inrun.scoring.clipping import Clipping
 from inrun.scoring.joining import Orders
 from inrun.scoring.moved import ParamStep
@@ -284,7 +284,7 @@ def test_however_gradients_are_kept_values_are_the_same(how):
 @pytest.mark.parametrize("tokens", [False, True])
 def test_of_a_large_parameter_some_rows_at_a_time(tokens, monkeypatch):
     expected = lm_run()[0].history()
-    monkeypatch.setattr(coalitions, "SLAB", {"cpu": 4 * 6 * 2})
+    monkeypatch.setattr(deals, "SLAB", {"cpu": 4 * 6 * 2})
     close(lm_run(tokens=tokens)[0].history(), expected)
 
 

@@ -91,7 +91,7 @@ def test_every_change_is_noticed(name, monkeypatch):
     monkeypatch.setitem(globals(), "OUTER", 1.0)
     model, loss, inner, state = setup()
     reached = Reached(list(model.modules()), loss)
-    assert reached.unchanged(list(model.modules())) and reached.unchanged()
+    assert reached.unchanged(list(model.modules())) and reached.untouched()
     with torch.no_grad():  # numbers in tensors are no change
         model.linear.weight.mul_(2.0)
         model.mask.add_(1.0)
@@ -106,7 +106,16 @@ def test_other_modules_and_keywords_of_a_partial():
     reached = Reached(list(model.modules()), bound)
     assert not reached.unchanged(list(model.modules())[:-1])
     bound.keywords["factor"] = 3.0
-    assert not reached.unchanged()
+    assert not reached.untouched()
+
+
+def test_what_is_never_put_back_is_looked_at_between_steps_alone():
+    """An attribute of a layer whose forward pass writes to nothing: not put back after a pass, but
+    the next step walks again."""
+    model, loss, *_ = setup()
+    reached = Reached(list(model.modules()), loss)
+    model.linear.mine = [1.0]
+    assert reached.untouched() and not reached.unchanged(list(model.modules()))
 
 
 def test_an_entry_that_moves_to_the_next_dictionary():

@@ -36,10 +36,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from inrun.capture.graph import NUMBERS, Graph
 from inrun.capture.inputs import Hook, named_tensors
 from inrun.capture.micro_batch import MicroBatch
 from inrun.capture.mode import PASSED_ON, dressed
-from inrun.capture.plan import NUMBERS, Called, Graph, Met, Pass, Plan, Step, open_leaves
+from inrun.capture.plan import Called, Met, Pass, Plan, Step, open_leaves
 from inrun.capture.provenance import Origin
 from inrun.capture.reading import OtherPlanError, Readings
 from inrun.capture.site import Site

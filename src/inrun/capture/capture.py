@@ -11,6 +11,7 @@ What happens where:
     memo.py         caches the analysis of a call
     aside.py        takes the mode off where the rest of a forward pass is known
     plan.py         what is known of it
+    graph.py        the autograd graph behind it, compared with that of each pass
     reading.py      takes what was remembered from the autograd graph of a known pass
     signals.py      loss, EL2N and margin of each example, from calls of classification losses
     site.py         analyses an operation in which parameters meet examples and builds its tap

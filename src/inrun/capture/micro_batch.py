@@ -162,14 +162,13 @@ class MicroBatch:
         kept.append(record)
         return record.bytes
 
-    def remember(self, use: Use, awaited: Awaited | None = None) -> int:
-        """Keep a use; returns the bytes that it adds."""
+    def remember(self, use: Use, awaited: Awaited | None = None) -> None:
+        """Keep a use."""
         for node in use.linear.nodes:
             self._records.setdefault(node, [])
         self.uses.append(use)
         if awaited is not None:
             self._awaited.append(awaited)
-        return use.bytes
 
     def nodes(self, names: Collection[str]) -> Iterator[tuple[Node, list[Record]]]:
         """The nodes that depend on one of these parameters, with their records (without uses)."""
@@ -182,9 +181,9 @@ class MicroBatch:
                     self._by_root.setdefault(root, []).append(node)
         if len(names) >= len(self._by_root):
             known = self._records.items()
-            return iter([(n, r) for n, r in known if not n.roots.isdisjoint(names)])
+            return iter([(n, r) for n, r in known if r and not n.roots.isdisjoint(names)])
         found = dict.fromkeys(n for k in names for n in self._by_root.get(k, ()))
-        return iter([(node, self._records[node]) for node in found])
+        return iter([(node, r) for node in found if (r := self._records[node])])
 
     def by_example(
         self, params: Collection[str] | None = None, derived: bool = False
@@ -271,7 +270,8 @@ class Keeper:
         if awaited is not None and not self.offload:
             use = awaited.use(delta)
             self._cover(call.name, "remembered", use.linear.nodes)
-            self.check_memory(micro.remember(use, awaited))
+            micro.remember(use, awaited)
+            self.check_memory(use.bytes)
             return []
         pairs = site.lasting(call, delta, loose)
         totals = site.totals(call, pairs)

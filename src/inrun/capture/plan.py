@@ -1,164 +1,22 @@
-"""A plan: what a forward pass does with parameters, and the autograd graph that its taps stand on.
+"""A plan: what a forward pass does with parameters, and the autograd graph behind it (graph.py).
 
 aside.py says what plans are for.
 """
 
 from __future__ import annotations
 
-import re
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import attrgetter, is_
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 
+from inrun.capture.graph import Entry, Graph, Wanted
 from inrun.capture.inputs import Hook
-from inrun.capture.reading import SHAPES, OtherPlanError, Reads
+from inrun.capture.reading import OtherPlanError, Reads
 from inrun.capture.site import Site
 from inrun.tensors.layout import Layout
-
-NUMBERS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout)
-_KNOWN_NODE = re.compile(r"(\w+Backward\d*|.*AccumulateGrad)$")
-
-
-# kind, names, values, edges, the step that is read there
-Entry = tuple[Any, tuple[str, ...], tuple[Any, ...], list[Any], int | None]
-
-
-class Graph:
-    """The autograd graph of a pass, as far as taps stand on it: one entry for each node, in the
-    order in which they are first met. Taps have negative numbers.
-
-    ``read`` has the nodes of operations that are read from the graph (reading.py), with their steps
-    of the plan; ``met`` those of them that were met.
-    """
-
-    def __init__(self, wanted: Wanted | None = None) -> None:
-        self.entries: list[Entry] = []
-        self.numbers: dict[Any, int] = {}
-        self.read: dict[Any, int] = {}
-        self.met: list[tuple[int, Any]] = []
-        self._wanted = wanted  # None: learn
-        self._compared = 0  # entries
-        self.taps = 0
-
-    def tapped(self, node: Any) -> None:
-        """A tap was put on a tensor with this node."""
-        self.taps += 1
-        self.numbers[node] = -self.taps
-
-    def number(self, node: Any) -> int | None:
-        """The number of a node, after what is behind it was noted or compared. Raises
-        ``OtherPlanError`` where that cannot be done or differs."""
-        if node is None:
-            return None
-        found = self.numbers.get(node)
-        if found is not None:
-            return found
-        numbers, todo = self.numbers, [node]
-        found = numbers[node] = len(numbers)
-        nodes: list[Any] = []
-        edges: list[list[tuple[int | None, int]]] = []  # of each node
-        while todo:
-            node = todo.pop()
-            nodes.append(node)
-            own: list[tuple[int | None, int]] = []
-            for behind, output in node.next_functions:
-                known = None
-                if behind is not None:
-                    known = numbers.get(behind)
-                    if known is None:
-                        known = numbers[behind] = len(numbers)
-                        todo.append(behind)
-                own.append((known, output))
-            edges.append(own)
-        if self._wanted is None:
-            self._learn(nodes, edges)
-        else:
-            self.met += self._wanted.compare(self._compared, nodes, edges)
-            self._compared += len(nodes)
-        return found
-
-    def node(self, number: int) -> Any:
-        """The node that has this number."""
-        return next(node for node, own in self.numbers.items() if own == number)
-
-    def _learn(self, nodes: Sequence[Any], edges: Sequence[list[Any]]) -> None:
-        for node, own in zip(nodes, edges, strict=True):
-            step = self.read.get(node)
-            self.entries.append((type(node), *_attributes(node), own, step))
-            if step is not None:
-                self.met.append((step, node))
-
-
-class Wanted:
-    """The graph of a plan, laid out so that a pass can be compared with it column by column,
-    without a loop over its nodes in Python."""
-
-    def __init__(self, entries: Sequence[Entry]) -> None:
-        self._kinds = [_KINDS.get(e[0].__name__, e[0]) for e in entries]
-        self._edges = [e[3] for e in entries]
-        leaf = ("variable",)
-        # numbers of nodes that say something: what they are asked, what they said
-        asked = [(i, e[1], e[2]) for i, e in enumerate(entries) if e[1] and e[1] != leaf]
-        self._asked = [i for i, _, _ in asked]
-        self._ask = [attrgetter(*names) for _, names, _ in asked]
-        self._said = [values if len(names) > 1 else values[0] for _, names, values in asked]
-        leaves = [(i, e[2][0]) for i, e in enumerate(entries) if e[1] == leaf]
-        self._leaves, self._variables = [i for i, _ in leaves], [x for _, x in leaves]
-        reads = [(i, e[4]) for i, e in enumerate(entries) if e[4] is not None]
-        self._reads, self._steps = [i for i, _ in reads], [step for _, step in reads]
-
-    def compare(self, at: int, nodes: Sequence[Any], edges: list[Any]) -> Iterable[tuple[int, Any]]:
-        """Compare the nodes from entry ``at`` on; returns those that are read, with their steps.
-        Raises ``OtherPlanError`` where one differs."""
-        end = at + len(nodes)
-        if edges != self._edges[at:end] or _kinds(nodes) != self._kinds[at:end]:
-            raise OtherPlanError
-        a, b = bisect_left(self._asked, at), bisect_left(self._asked, end)
-        said = [ask(nodes[i - at]) for i, ask in zip(self._asked[a:b], self._ask[a:b], strict=True)]
-        if said != self._said[a:b]:
-            raise OtherPlanError
-        a, b = bisect_left(self._leaves, at), bisect_left(self._leaves, end)
-        variables = [nodes[i - at].variable for i in self._leaves[a:b]]
-        if not all(map(is_, variables, self._variables[a:b])):
-            raise OtherPlanError
-        a, b = bisect_left(self._reads, at), bisect_left(self._reads, end)
-        return zip(self._steps[a:b], [nodes[i - at] for i in self._reads[a:b]], strict=True)
-
-
-# Two kinds of nodes only change a shape, and a linear layer ends in one or the other: under the
-# mode its output is made to be no view (tap.py).
-_KINDS: dict[str, Any] = dict.fromkeys(SHAPES, SHAPES)
-
-
-def _kinds(nodes: Sequence[Any]) -> list[Any]:
-    """What each node does."""
-    types = list(map(type, nodes))
-    return [_KINDS.get(t.__name__, t) for t in types]
-
-
-def _attributes(node: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """What a node says of how it moves what it gets: integers (sizes, dimensions, shifts), not
-    tensors or factors."""
-    if isinstance(node, BackwardCFunction) or not _KNOWN_NODE.fullmatch(node.name()):
-        raise OtherPlanError
-    if node.name().endswith("AccumulateGrad"):
-        return ("variable",), (node.variable,)
-    found, names = {}, set(dir(node))
-    for name in sorted(names):
-        # A saved tensor is not read: that may run hooks of the user's (checkpointing, offloading).
-        if name.startswith("_saved_") and f"_raw{name}" not in names:
-            value = getattr(node, name)
-            parts = value if isinstance(value, (tuple, list)) else (value,)
-            if all(isinstance(x, NUMBERS) and not isinstance(x, float) for x in parts):
-                found[name] = value
-    return tuple(found), tuple(found.values())
 
 
 @dataclass(eq=False)

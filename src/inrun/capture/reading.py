@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,6 +75,11 @@ class Reads:
     autocast: Autocast
     device: torch.device
     bytes: int  # of what is kept and of δ
+
+    @cached_property
+    def versions(self) -> list[int]:
+        """How often each of the inputs was written to, as ``Kept.read`` finds them."""
+        return [own.version for own in self.kept]
 
 
 def _name_of(x: Tensor, node: Any) -> str | None:
@@ -198,8 +203,8 @@ class Readings:
         node.register_prehook(deltas.append)
         on_host = self.blocks is not None and reads.autocast[0] == "cpu"
         kept = kept_by(node, site.kept) if on_host else ()
-        versions = site.linear.versions(leaves)
-        self._found.append(Reading(site, reads, leaves, step.leaves, loose, versions, kept, deltas))
+        found = Reading(site, reads, leaves, step.leaves, loose, reads.versions, kept, deltas)
+        self._found.append(found)
 
     def begin_with(self, nodes: Iterable[Any], micro: MicroBatch) -> None:
         """The backward pass begins at one of these nodes: all gradients pass one of them."""

@@ -41,6 +41,7 @@ class Linear:
     others: tuple[int, ...]  # tensors that are not parameters
     stacked: Callable[[Call], Tensor] | None  # runs several at once (``OpRule.stacked``)
     kind: Hashable  # equal for operations that differ in their numbers alone
+    numbers: int  # of the largest tensor among the leaves
 
     @staticmethod
     def of(
@@ -52,8 +53,9 @@ class Linear:
             (x.shape, x.dtype, i in leaves) if isinstance(x, Tensor) else repr(x)
             for i, x in enumerate(call.leaves)
         ]
-        kind = call.func, call.spec.positional, call.spec.keywords, *parts
-        return Linear(leaves, nodes, tuple(others), stacked, kind)
+        kind = call.func, call.spec.positional, call.spec.keywords, call.B, *parts
+        numbers = max(call.leaves[i].numel() for i in (*leaves, *others))
+        return Linear(leaves, nodes, tuple(others), stacked, kind, numbers)
 
     def versions(self, leaves: Sequence[Any]) -> list[int]:
         """How often each input was written to."""
@@ -99,14 +101,12 @@ class Use:
         linear, delta = self.linear, self.delta
         if linear.stacked is None:
             return None
-        return linear.kind, delta.shape, delta.dtype
+        return linear.kind, delta.shape, delta.dtype, self.by_rows
 
     @property
     def numbers(self) -> int:
         """Of its largest tensor."""
-        leaves, linear = self.call.leaves, self.linear
-        own = [leaves[i].numel() for i in (*linear.leaves, *linear.others)]
-        return max(self.delta.numel(), *own)
+        return max(self.delta.numel(), self.linear.numbers)
 
     def along(self, u: Mapping[Any, Tensor]) -> Tensor:
         """op(x; u) [*shape of the output]; ``u`` has directions of some nodes in ``dtype``, the
@@ -117,34 +117,44 @@ class Use:
         return out
 
     @staticmethod
-    def stacked(uses: Sequence[Use], u: Mapping[Any, Tensor]) -> Sequence[Tensor]:
-        """The same for several uses of one kind, in one run of the operation."""
-        first, each = uses[0], [use._leaves(u) for use in uses]
-        leaves = each[0]
-        for i in (*first.linear.leaves, *first.linear.others):
-            leaves[i] = torch.stack([own[i] for own in each])
-        assert first.linear.stacked is not None
-        return first.linear.stacked(first.call.with_(leaves=leaves)).unbind()
+    def stacked(uses: Sequence[Use], u: Mapping[Any, Tensor]) -> Tensor:
+        """The same for several uses of one kind, in one run of the operation: [n, *shape]."""
+        first = uses[0]
+        call, linear, dtype = first.call, first.linear, first.dtype
+        each = [(use.call.leaves, use.call.nodes) for use in uses]
+        together = list(call.leaves)
+        for i in linear.leaves:
+            own = [_direction(leaves[i], u.get(nodes[i]), dtype) for leaves, nodes in each]
+            together[i] = torch.stack(own)
+        for i in linear.others:
+            x = torch.stack([leaves[i] for leaves, _ in each])
+            together[i] = x.to(dtype) if x.dtype != dtype and x.is_floating_point() else x
+        assert linear.stacked is not None
+        return linear.stacked(call.with_(leaves=together))
 
     def _leaves(self, u: Mapping[Any, Tensor]) -> list[Any]:
         """The leaves with directions in the place of parameters."""
         linear, dtype, call = self.linear, self.dtype, self.call
         leaves = list(call.leaves)
         for i in linear.leaves:
-            d = u.get(call.nodes[i])
-            leaves[i] = torch.zeros_like(leaves[i], dtype=dtype) if d is None else d
+            leaves[i] = _direction(leaves[i], u.get(call.nodes[i]), dtype)
         for i in linear.others:
             x = leaves[i]
             if x.dtype != dtype and x.is_floating_point():
                 leaves[i] = x.to(dtype)
         return leaves
 
-    def in_rows(self) -> bool:
-        """Are the numbers of an example one after the other, and rows examples?"""
+    @property
+    def by_rows(self) -> bool:
+        """Are rows examples, and those of the output's shape one after the other?"""
         call = self.call
         if call.positions is not None or not isinstance(call.layout, Layout):
             return False
-        return call.layout.dim == 0 and call.layout.outer == 1 and self.delta.is_contiguous()
+        return call.layout.dim == 0 and call.layout.outer == 1
+
+    def in_rows(self) -> bool:
+        """Are the numbers of an example one after the other, and rows examples?"""
+        return self.by_rows and self.delta.is_contiguous()
 
     def dots(self, y: Tensor) -> Tensor:
         """⟨δ_i, y_i⟩ for each row i of the records [rows], in at least float32."""
@@ -160,6 +170,11 @@ class Use:
         if positions is None:
             return pairs
         return [(node, by_owner(record, positions, False)) for node, record in pairs]
+
+
+def _direction(leaf: Tensor, u: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What is put in the place of a parameter: 0 if it does not move."""
+    return torch.zeros_like(leaf, dtype=dtype) if u is None else u
 
 
 def linear_in(rule: OpRule | None, call: Call, directions: int) -> Linear | None:

@@ -131,8 +131,10 @@ class Watch(Callback):  # type: ignore[misc]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._end(pl_module)
-        if self._report and self._out is not None and trainer.is_global_zero:
-            write_report(self._out)
+        if self._report and self._out is not None:
+            trainer.strategy.barrier("every rank has written")
+            if trainer.is_global_zero:
+                write_report(self._out)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.run is None else {"run": self.run.state_dict()}

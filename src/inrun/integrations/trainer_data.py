@@ -72,7 +72,7 @@ def _loader(trainer: Any, data: Any, own: bool = False) -> Any:
     dataset, so its entries are rows.
     """
     streamed = isinstance(data, IterableDataset)
-    rows = own or hasattr(data, "column_names") or isinstance(data, Dataset)
+    rows = own or hasattr(data, "column_names") or isinstance(data, Dataset) or _listed(data)
     if isinstance(data, DataLoader) or not rows:
         return data
     if not streamed and not len(data):
@@ -84,6 +84,14 @@ def _loader(trainer: Any, data: Any, own: bool = False) -> Any:
     else:
         collate = trainer._get_collator_with_removed_columns(collate, description="validation")
     return DataLoader(data, batch_size=trainer.args.eval_batch_size, collate_fn=collate)
+
+
+def _listed(data: Any) -> bool:
+    """Is it a list of rows? In batches there are tensors with a dimension for rows."""
+    first = data[0] if isinstance(data, (list, tuple)) and data else None
+    return isinstance(first, Mapping) and not any(
+        isinstance(x, Tensor) and x.ndim for x in first.values()
+    )
 
 
 def _check_columns(trainer: Any, data: Any) -> None:

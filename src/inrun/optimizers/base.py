@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from inrun.optimizers.common import Options, Scalar, State, no_decay, widest
 from inrun.optimizers.momentum import Momentum
 from inrun.tensors.derivative import jvp
+from inrun.torch_compat import unflatten_dense_tensors
 
 UpdateMap: TypeAlias = Callable[[Tensor, Tensor, State, Options], Tensor]
 LinearMap: TypeAlias = Callable[[Tensor], Tensor]
@@ -215,14 +216,60 @@ def _pullback(
     return out.detach(), pull
 
 
-@dataclass(eq=False, slots=True)  # not frozen: one is made for each parameter in each step
 class Scale:
     """The map v ↦ K⊙v, which most rules give: K can then be used on its own."""
 
-    K: Tensor
+    __slots__ = ("_K",)
+
+    def __init__(self, K: Tensor | None) -> None:
+        self._K = K
+
+    @property
+    def K(self) -> Tensor:  # noqa: N802
+        assert self._K is not None
+        return self._K
 
     def __call__(self, v: Tensor) -> Tensor:
         return (self.K * v).to(v.dtype)
+
+
+class Factors:
+    """K of several parameters that are computed together, one after the other: flat.
+
+    ``members`` are their gradients, ``g`` all of these, flat, where that is at hand. K of a single
+    member is a view that is made when somebody asks for it.
+    """
+
+    def __init__(self, K: Tensor, members: Sequence[Tensor], g: Tensor | None = None) -> None:
+        self.K, self.g, self.members = K, g, members
+        self._parts: Sequence[Tensor] = ()
+
+    def split(self, flat: Tensor) -> Sequence[Tensor]:
+        """The part of each member, in its shape."""
+        found: Sequence[Tensor] = unflatten_dense_tensors(flat, self.members)
+        return found
+
+    def scales(self) -> list[Part]:
+        """The map of each member."""
+        return [Part(self, i) for i in range(len(self.members))]
+
+    def part(self, place: int) -> Tensor:
+        self._parts = self._parts or self.split(self.K)
+        return self._parts[place]
+
+
+class Part(Scale):
+    """The map of one member."""
+
+    __slots__ = ("factors", "place")
+
+    def __init__(self, factors: Factors, place: int) -> None:
+        super().__init__(None)
+        self.factors, self.place = factors, place
+
+    @property
+    def K(self) -> Tensor:  # noqa: N802
+        return self.factors.part(self.place)
 
 
 # 0-dim numbers in the state whose own precision is part of what the optimizer computes (NAdam's

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,20 @@ GATHERED = (
 _WORK = ("lazy_init", "unshard", "wait_for_unshard", "reshard", "post_backward")
 # What a backward pass does with gradients: for a validation pass all are averaged at once.
 _AVERAGING = {"reduce_grads": True, "all_reduce_grads": True, "reshard_after_backward": True}
+
+
+class Stretch(NamedTuple):
+    """Coordinates of a flat parameter side by side: where they begin in it, where they begin among
+    those that a rank has, and how many."""
+
+    at: int
+    own: int
+    n: int
+
+    def between(self, start: int, stop: int) -> Stretch:
+        """What of it lies between two coordinates, counted from the first of them."""
+        a, b = max(self.at, start), min(self.at + self.n, stop)
+        return Stretch(a - start, self.own + a - self.at, max(0, b - a))
 
 
 class Shard(Tensor):
@@ -339,6 +354,23 @@ class Shards:
         dim, shape = raw.fsdp_placement.dim, local_of(raw.sharded_param).shape
         at = dist.get_rank(self.ranks) * raw.padded_sharded_param_size[dim]
         return x.narrow(1 + dim, min(at, x.shape[1 + dim]), shape[dim])
+
+    def stretches(self, raw: Any) -> list[list[Stretch]]:
+        """The coordinates of a parameter that each rank of ``group`` has; replicas of a shard share
+        them out."""
+        shape, dim = raw._orig_size, raw.fsdp_placement.dim
+        D, inner, size = shape[dim], shape[dim + 1 :].numel(), raw.padded_sharded_param_size[dim]
+        W = dist.get_world_size(self.ranks)
+        grid = self.mesh.mesh.reshape(-1, W).tolist()
+        found: dict[int, list[Stretch]] = {}
+        for (replica, row), s in product(enumerate(grid), range(W)):
+            low, high = min(s * size, D), min((s + 1) * size, D)
+            n, outer = (high - low) * inner, shape[:dim].numel()
+            edges = [n * outer * k // len(grid) for k in (replica, replica + 1)]
+            held = [Stretch(o * n, (o * D + low) * inner, n) for o in range(outer)]
+            cut = [(x.own, x.at + edges[0], x.n) for x in (h.between(*edges) for h in held)]
+            found[row[s]] = [Stretch(*x) for x in cut]
+        return [found[rank] for rank in dist.get_process_group_ranks(self.group)]
 
     def _gathered(self, flat: Tensor, W: int) -> Tensor:
         """The numbers of all ranks, one after the other."""

@@ -25,6 +25,10 @@ class Joining(Protocol):
     def rows(self) -> int:
         """M."""
 
+    @property
+    def samples(self) -> int:
+        """How many values of each example are drawn."""
+
     def draw(self, blocks: int, device: torch.device) -> Any:
         """What is left to chance for so many blocks."""
 
@@ -48,7 +52,7 @@ class Orders:
 
     def __init__(self, players: int, pairs: int, generator: torch.Generator) -> None:
         self.players, self.pairs, self.generator = players, pairs, generator
-        self.rows = 2 * pairs * players
+        self.rows, self.samples = 2 * pairs * players, pairs
 
     def draw(self, blocks: int, device: torch.device) -> Tensor:
         """Permutations [pairs, groups of C blocks, C]."""
@@ -107,7 +111,7 @@ class All:
     """Every coalition of few players: nothing is left to chance."""
 
     def __init__(self, players: int, device: torch.device) -> None:
-        self.players, self.rows = players, 2**players
+        self.players, self.rows, self.samples = players, 2**players, 1
         masks = torch.arange(self.rows)[:, None] >> torch.arange(players) & 1  # [M, C]
         size, weights = masks.sum(1, keepdim=True), list[float]()
         for k in range(players):  # of joining k others

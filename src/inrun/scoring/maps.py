@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from inrun.scoring.scorer import Step
 
 ByName = dict[str, LinearMap]
+_training = attrgetter("training")
 
 
 class Maps:
@@ -75,9 +77,9 @@ class Maps:
         pairs = zip(step.G.items(), step.places, strict=True)
         G = {k: g for (k, g), i in pairs if step.moved.steps[i].rule.adaptive}
         micros = step.micros
-        if not G:
+        if all(g.ndim > 1 for g in G.values()):
             return {}
-        state = list(G), [m.training for m in self.validator.modules]
+        state = list(G), list(map(_training, self.validator.modules))
         if thorough or state != self._looked_at:
             flags = cancelling(G, micros, None, self.world)
             self._candidates = {k for k, x in flags.items() if bool(x)}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from inrun import kernels
-from inrun.optimizers.base import LinearMap, Scale, WholeModel
+from inrun.optimizers.base import Factors, LinearMap, Scale, WholeModel
 from inrun.optimizers.common import Options, Scalar
 from inrun.ranks.shards import placed
 from inrun.scoring.estimators import MAPS, Place
@@ -71,6 +71,7 @@ class Path:
         self._kept = moved if isinstance(moved, Moved) else Moved(moved)
         self.moved, self._weights_memory = self._kept.steps, buffers
         self._points: dict[Place, list[Tensor]] = {}  # cache: every target needs them
+        self._joined: list[ParamStep] | None = None
         self._whole_model = self._at_once()
 
     def _at_once(self) -> WholeModel | None:
@@ -91,6 +92,19 @@ class Path:
     def packs(self) -> list[Pack]:
         return self._kept.once("packs", partial(packed, self.moved))
 
+    @property
+    def on_host(self) -> bool:
+        return self._kept.once("on host", lambda: all(m.p.is_cpu for m in self.moved))
+
+    def joined(self) -> Iterable[ParamStep]:
+        """Each pack as one parameter. On a host they are kept for the step: the copies are small,
+        and maps and prediction read them."""
+        if not self.on_host:
+            return (pack.joined() for pack in self.packs)
+        if self._joined is None:
+            self._joined = [pack.joined() for pack in self.packs]
+        return self._joined
+
     def maps(self, kind: str, x: Place) -> list[LinearMap]:
         """The linear map of each parameter. If the weights at ``x`` are needed next, they are
         computed in the same pass; None: they are not."""
@@ -103,7 +117,8 @@ class Path:
             assert factors is not None
             maps: list[LinearMap] = [Scale(K) for K in factors]
         else:
-            found = [pack.maps_and_weights(kind, x) for pack in self.packs]
+            packs = zip(self.packs, self.joined(), strict=True)
+            found = [pack.maps_and_weights(m, kind, x) for pack, m in packs]
             maps = self._in_order([own for own, _ in found])
             weights = None
             if x is not None:
@@ -130,7 +145,8 @@ class Path:
             ends = zip(self.moved, self.point(1.0), strict=True)
             return self._buffered(x, [torch.lerp(m.p.detach(), w, 0.5) for m, w in ends])
         if self._whole_model is None:
-            found = [pack.split(pack.joined().weights_at(x)) for pack in self.packs]
+            packs = zip(self.packs, self.joined(), strict=True)
+            found = [pack.split(m.weights_at(x)) for pack, m in packs]
             return self._buffered(x, self._in_order(found))
         weights, _ = self._whole_model.weights_and_factors(x, None, self._memory(x))
         assert weights is not None
@@ -236,22 +252,28 @@ class Pack:
         return list(unflatten_dense_tensors(flat, [m.p for m in self.members]))
 
     def maps_and_weights(
-        self, kind: str, x: float | None
+        self, m: ParamStep, kind: str, x: float | None
     ) -> tuple[Sequence[LinearMap], list[Tensor]]:
-        """The map of each member and, with ``x``, its weights there."""
-        m = self.joined()
+        """The map of each member and, with ``x``, its weights there; ``m`` is the pack joined."""
         one_pass = m.rule.one_pass.get(kind) if x is not None else None
         if x is not None and one_pass is not None:
             found = one_pass(m.g, m.p.detach(), m.state, m.options, x)
             if found is not None:
                 K, w = found
-                return [Scale(k) for k in self.split(K)], self.split(w.to(m.p.dtype))
+                return self._scales(K, m.g), self.split(w.to(m.p.dtype))
         f = m.map(kind)
         weights = [] if x is None else self.split(m.weights_at(x))
         if len(self.members) == 1:
             return [f], weights
         K = f.K if isinstance(f, Scale) else f(torch.ones_like(m.g))  # the map is diagonal
-        return [Scale(k) for k in self.split(K.expand_as(m.g))], weights
+        return self._scales(K.expand_as(m.g), m.g), weights
+
+    def _scales(self, K: Tensor, g: Tensor) -> Sequence[Scale]:
+        """The maps of the members, from the factors and gradients of all."""
+        if len(self.members) == 1:
+            return [Scale(K)]
+        own = g if g.is_cpu else None  # on a GPU it would take memory, and nobody asks for it
+        return Factors(K, [m.g for m in self.members], own).scales()
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:
@@ -262,13 +284,15 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 PACK_SIZE = {"cpu": 2**15, "cuda": 2**23}
 
 
-def packed(moved: Sequence[ParamStep]) -> list[Pack]:
+def packed(moved: Sequence[ParamStep], sizes: Sequence[int] | None = None) -> list[Pack]:
     """Small parameters of one kind in packs, large ones alone. Every member begins at a multiple of
-    8 numbers: kernels want their tensors aligned."""
+    8 numbers: kernels want their tensors aligned. ``sizes``: of whole parameters, where a rank has
+    shards of them."""
     packs: list[Pack] = []
     begun: dict[Any, tuple[Pack, int]] = {}  # by kind: its last pack, numbers in it
     for i, m in enumerate(moved):
-        n, limit = m.p.numel(), PACK_SIZE.get(m.p.device.type, PACK_SIZE["cpu"])
+        n = m.p.numel() if sizes is None else sizes[i]
+        limit = PACK_SIZE.get(m.p.device.type, PACK_SIZE["cpu"])
         kind = None if 2 * n >= limit or m.numbers_on_device else m.kind
         pack, size = begun.get(kind, (None, limit))
         if kind is None:

@@ -38,6 +38,12 @@ def _places(size: int) -> tuple[int, int, int]:
     return count, stride, start
 
 
+def entries_of(size: int) -> np.ndarray:
+    """The indices of the entries of a tensor of this size, flat."""
+    count, stride, start = _places(size)
+    return start + stride * np.arange(count, dtype=np.int64)
+
+
 class Sample:
     """The sampled entries of tensors of one type and device. They can be read again, also after a
     tensor was given other memory."""
@@ -116,8 +122,7 @@ def _plan(sizes: tuple[int, ...], device: torch.device) -> _Plan:
     entries: dict[int, np.ndarray] = {}
     at = 0
     for i in small:
-        count, stride, start = _places(sizes[i])
-        entries[i], at = at + start + stride * np.arange(count), at + sizes[i]
+        entries[i], at = at + entries_of(sizes[i]), at + sizes[i]
     for i in large:
         entries[i], at = at + np.arange(SAMPLED), at + SAMPLED
     index = np.concatenate([entries[i] for i in range(len(sizes))])

@@ -14,7 +14,7 @@ from inrun.scoring.agreed import by_example
 from inrun.scoring.coalitions import Game
 from inrun.scoring.contraction import Products
 from inrun.scoring.estimators import POINTS, Estimator, Place
-from inrun.scoring.path import Pack
+from inrun.scoring.path import Path
 from inrun.validation.sweep import Gradients
 
 if TYPE_CHECKING:
@@ -47,21 +47,23 @@ class Sampling:
         self._near = self._sampled = self._audits = 0
 
     def begin(
-        self, step: Step, packs: Sequence[Pack], others: Sequence[Tensor],
+        self, step: Step, path: Path, others: Callable[[], Sequence[Tensor]],
         numbers: dict[str, Tensor], columns: Columns,
     ) -> None:  # fmt: skip
-        """Before the values of a step: are orders sampled in it?"""
+        """Before the values of a step: are orders sampled in it? ``others``: see ``Game``."""
         self._game = None
+        if not self.estimators:
+            return
         rules = [step.moved.steps[i].rule for i in step.places]
-        bends = any(r.elementwise and r.adaptive for r in rules)
-        if not self.estimators or not bends or self._world.shards is not None:
+        if not any(r.elementwise and r.adaptive for r in rules):
             return
         if self._params != list(step.G):
             self._params = list(step.G)
             self._begin_again()
         if not self._wanted(step.audit):
             return
-        self._game, self._columns = Game.of(step, packs, others, self._world), columns
+        self._columns = columns
+        self._game = Game.of(step, path.packs, others(), self._world)
         E, Q, _ = numbers["values"].shape
         numbers["sampled"] = numbers["values"].new_full((E, Q, columns.B + 1), torch.nan)
         numbers["bend"] = numbers["values"].new_full((E,), torch.nan)

@@ -165,7 +165,7 @@ class Scorer:
         self.validator.autocast = micros[-1].autocast
         self.validator.draw()
         with self.validator.evaluating():
-            self.sampling.begin(step, path.packs, self._others(), numbers, columns)
+            self.sampling.begin(step, path, self._others, numbers, columns)
             clipping = self._values(step, path, maps, numbers)
             self.sampling.end(numbers)
             bad = self.world.alone and not losses.is_cuda and not bool(losses.isfinite().all())
@@ -198,12 +198,14 @@ class Scorer:
                 losses = [*begun.losses, np.array(self.validator.losses())]
             audit = Audit(*losses) if np.isfinite(losses).all() else None
         like = begun.numbers["values"]
-        flags = [*begun.flags.values(), begun.prediction.off()]
+        off = begun.prediction.off()
+        flags = [*begun.flags.values(), off]
         begun.numbers["flags"] = torch.stack([f.to(like) for f in flags])
         begun.numbers |= agreed(self.world, begun.numbers, begun.columns, begun.numbers["flags"])
         begun.numbers |= {k: t.to(like.device) for k, t in begun.columns.moving().items()}
         advice = {k: self._advice.get(k, MIXED_UP) for k in begun.flags}
-        advice[OTHER_STEP] = begun.prediction.likely_cause(self._borrowed_by)
+        fine = off.is_cpu and not bool(off)  # of one on a device that is known later
+        advice[OTHER_STEP] = "" if fine else begun.prediction.likely_cause(self._borrowed_by)
         conclude = partial(
             self.conclusion.of, begun.step, audit, begun.tolerance, advice, begun.columns
         )

@@ -14,22 +14,25 @@ precision inside (torch's Muon), whose matrix products differ from machine to ma
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from inrun.scoring.moved import Moved, ParamStep
 from inrun.scoring.path import Path
-from inrun.scoring.samples import SAMPLED, Sample, sampled
+from inrun.scoring.samples import SAMPLED, Sample, entries_of, sampled
 from inrun.torch_compat import version_of
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 HALF_TOLERANCE = 0.1
-_WEIGHTS = ""  # the column of the weights, beside those of the state
+# the columns of weights and gradient, beside those of the state
+_WEIGHTS, _GRADIENT = "(weights)", "(gradient)"
 
 
 @dataclass
@@ -93,8 +96,12 @@ def predict(moved: Moved, path: Path, of_sample: bool) -> Prediction:
     """Before the step: the weights after it, on a sample of each parameter or on all
     coordinates."""
     if of_sample:
-        kinds = moved.once("kinds", lambda: [_Kind(members) for members in moved.kinds()])
-        pieces = [kind.predicted() for kind in kinds]
+        if path.on_host:
+            packed = moved.once("packed kinds", lambda: _packed(moved, path))
+            pieces = [kind.predicted(kind.read(path)) for kind in packed]
+        else:
+            kinds = moved.once("kinds", lambda: list(map(_Scattered, moved.kinds())))
+            pieces = [kind.predicted(kind.read()) for kind in kinds]
     else:
         ends = zip(moved.steps, path.point(0.0), path.point(1.0), strict=True)
         pieces = [
@@ -137,36 +144,22 @@ class _Kind:
         self.members, first = members, members[0]
         self.counts = tuple([min(SAMPLED, m.p.numel()) for m in members])
         self.weights = Sample([m.p for m in members])
-        self.numbers: list[str] = []  # entries of the state with one number for each parameter
-        columns = {_WEIGHTS: [m.p for m in members]}
+        self.columns = [_WEIGHTS]  # and entries of the state with a number for each coordinate
+        self.numbers: list[str] = []  # those with one number for each parameter
         for k, x in first.state.items() if first.kind is not None else ():
             if isinstance(x, Tensor) and x.shape == first.p.shape:
-                columns[k] = [m.state[k] for m in members]
+                self.columns.append(k)
             elif isinstance(x, Tensor) and x.device.type != "cpu":
-                # It may differ between parameters, which one on the host may not.
-                columns[k] = [m.state[k] for m in members]
-                self.numbers.append(k)
-        together: dict[Any, list[str]] = {}  # columns that one launch reads
-        for k, column in columns.items():
-            together.setdefault((column[0].dtype, column[0].device), []).append(k)
-        self.samples = [
-            (names, Sample([t for k in names for t in columns[k]]), [
-                len(members) if k in self.numbers else sum(self.counts) for k in names
-            ])
-            for names in together.values()
-        ]  # fmt: skip
+                self.numbers.append(k)  # they may differ; numbers on the host may not
 
-    def predicted(self) -> Piece:
-        """The prediction for a sample of the weights."""
+    def predicted(self, read: dict[str, Tensor]) -> Piece:
+        """The prediction for a sample of the weights, from what was read there."""
         members, first = self.members, self.members[0]
-        read: dict[str, Tensor] = {}
-        for names, sample, lengths in self.samples:
-            read.update(zip(names, sample.read().split(lengths), strict=True))
         w = read.pop(_WEIGHTS)
         param_of = _param_of(self.counts, w.device)
         if first.kind is not None:
+            g = read.pop(_GRADIENT)
             read |= {k: read[k][param_of] for k in self.numbers}
-            g = sampled([m.g for m in members])
             joined = ParamStep(w, g, first.rule, {**first.state, **read}, first.options)
             without, expected = joined.weights_at(0.0), joined.weights_at(1.0)
         else:  # the update needs whole parameters
@@ -174,6 +167,70 @@ class _Kind:
         piece = _piece(members, w, without, expected, param_of)
         piece.sample = self.weights
         return piece
+
+
+class _Scattered(_Kind):
+    """On a device: one launch reads the entries of many tensors."""
+
+    def __init__(self, members: list[ParamStep]) -> None:
+        super().__init__(members)
+        together: dict[Any, list[tuple[str, list[Tensor]]]] = {}  # columns that one launch reads
+        for k in (*self.columns, *self.numbers):
+            own = [m.p if k == _WEIGHTS else m.state[k] for m in members]
+            together.setdefault((own[0].dtype, own[0].device), []).append((k, own))
+        self.samples = [
+            ([k for k, _ in columns], Sample([t for _, own in columns for t in own]), [
+                len(members) if k in self.numbers else sum(self.counts) for k, _ in columns
+            ])
+            for columns in together.values()
+        ]  # fmt: skip
+
+    def read(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for names, sample, lengths in self.samples:
+            found.update(zip(names, sample.read().split(lengths), strict=True))
+        if self.members[0].kind is not None:
+            found[_GRADIENT] = sampled([m.g for m in self.members])
+        return found
+
+
+class _Packed(_Kind):
+    """On a host: the entries are read from the packs, which the maps need as well.
+
+    ``where``: of each member, by ``id``, its pack and where in it the member begins.
+    """
+
+    def __init__(self, members: list[ParamStep], where: Mapping[int, tuple[int, int]]) -> None:
+        super().__init__(sorted(members, key=lambda m: where[id(m)]))
+        entries: dict[int, list[np.ndarray]] = {}
+        for m in self.members:
+            pack, start = where[id(m)]
+            entries.setdefault(pack, []).append(start + entries_of(m.p.numel()))
+        self.entries = [(i, torch.from_numpy(np.concatenate(x))) for i, x in entries.items()]
+
+    def read(self, path: Path) -> dict[str, Tensor]:
+        packs = list(path.joined())
+        of_state = self.columns[1:]
+        found = {k: self._entries([packs[i].state[k] for i, _ in self.entries]) for k in of_state}
+        found[_WEIGHTS] = self._entries([packs[i].p for i, _ in self.entries])
+        if self.members[0].kind is not None:
+            found[_GRADIENT] = self._entries([packs[i].g for i, _ in self.entries])
+        return found
+
+    def _entries(self, packs: Sequence[Tensor]) -> Tensor:
+        own = zip(packs, self.entries, strict=True)
+        return torch.cat([x.flatten().index_select(0, which) for x, (_, which) in own])
+
+
+def _packed(moved: Moved, path: Path) -> list[_Packed]:
+    """The kinds of a step on the host."""
+    where: dict[int, tuple[int, int]] = {}
+    for i, pack in enumerate(path.packs):
+        start = 0
+        for m in pack.members:
+            where[id(m)] = i, start
+            start += m.p.numel()
+    return [_Packed(members, where) for members in moved.kinds()]
 
 
 @lru_cache(maxsize=64)

@@ -5,7 +5,6 @@ with δ are summed by example together, on a GPU in one launch."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,9 +14,10 @@ from inrun import kernels
 from inrun.gradients.nodes import Node, directions
 from inrun.gradients.records import Pair, in_one_type, inner, wide
 from inrun.gradients.use import Use
+from inrun.optimizers.base import Factors, Part
 from inrun.scoring import contraction_kernel
 from inrun.tensors.autocast import no_autocast
-from inrun.torch_compat import foreach_copy_, foreach_mul
+from inrun.torch_compat import flatten_dense_tensors, foreach_copy_, foreach_mul
 
 MEMORY = 2**29  # bytes of results that wait for their sums
 # Uses of one kind run at once if their tensors have at most so many numbers: a launch costs more
@@ -27,14 +27,21 @@ STACKED_MEMORY = 2**27
 _SMALL = 2**14  # numbers: so few are copied sooner than summed on their own
 
 
-@dataclass(eq=False)
 class Direction:
-    """u_q of one parameter for Q targets: K ⊙ v_q, or v_q where there is no factor K."""
+    """u_q of one parameter for Q targets: K ⊙ v_q, or v_q where there is no factor K. ``part``: K
+    belongs to a pack of parameters."""
 
-    v: Tensor  # [Q, *W]
-    K: Tensor | None = None
-    _full: Tensor | None = field(default=None, init=False, repr=False)
-    _one: Tensor | None = field(default=None, init=False, repr=False)  # of the only target
+    __slots__ = ("_K", "_full", "_one", "part", "v", "whole")
+
+    def __init__(self, v: Tensor, K: Tensor | None = None, part: Part | None = None) -> None:
+        self.v, self._K, self.part = v, K, part  # v [Q, *W]
+        self._full: Tensor | None = None
+        self._one: Tensor | None = None  # of the only target
+        self.whole: Tensor | None = None  # likewise, of the whole pack, flat
+
+    @property
+    def K(self) -> Tensor | None:  # noqa: N802
+        return self._K if self.part is None else self.part.K
 
     @property
     def full(self) -> Tensor:
@@ -47,7 +54,7 @@ class Direction:
 
     def free(self) -> None:
         """Keep v and K only: u is computed again when it is asked for."""
-        self._full = self._one = None
+        self._full = self._one = self.whole = None
 
     @property
     def known(self) -> bool:
@@ -70,6 +77,28 @@ class Direction:
                 made = list(foreach_mul([d.K for d in left if d.K is not None], v))
             for d, x in zip(left, made, strict=True):
                 d._one = x
+
+    @staticmethod
+    def fill_packs(u: Mapping[str, Direction]) -> None:
+        """Compute u of whole packs, each in one product, for one target."""
+        if len(next(iter(u.values())).v) > 1:
+            return
+        for factors, names in complete_packs(u):
+            own = [u[k] for k in names]
+            whole = factors.K * flatten_dense_tensors([d.v for d in own])
+            for d, x in zip(own, factors.split(whole), strict=True):
+                d._one, d.whole = x, whole
+
+
+def complete_packs(u: Mapping[str, Direction]) -> list[tuple[Factors, list[str]]]:
+    """The packs all of whose members are here, with their names in order. On a host; a GPU has
+    kernels that need none."""
+    found: dict[Factors, dict[int, str]] = {}
+    for k, d in u.items():
+        if d.part is not None and d.v.is_cpu:
+            found.setdefault(d.part.factors, {})[d.part.place] = k
+    complete = [(f, own) for f, own in found.items() if len(own) == len(f.members)]
+    return [(f, [own[i] for i in range(len(own))]) for f, own in complete]
 
 
 class Product:
@@ -99,12 +128,14 @@ class Product:
         return self.a @ (d if self.transposed else d.mT)
 
     @staticmethod
-    def stacked(products: Sequence[Product], u: Mapping[Any, Tensor]) -> Sequence[Tensor]:
-        """The same for several products of one kind."""
+    def stacked(products: Sequence[Product], u: Mapping[Any, Tensor]) -> Tensor:
+        """The same for several products of one kind [n, B, T, O]."""
         a = torch.stack([p.a for p in products])  # [n, B, T, I]
         d = torch.stack([u[p.nodes[0]] for p in products])
         y = a.flatten(1, 2) @ (d if products[0].transposed else d.mT)
-        return y.view(*a.shape[:-1], y.shape[-1]).unbind()
+        return y.view(*a.shape[:-1], y.shape[-1])
+
+    by_rows = True  # see ``Use``
 
     def in_rows(self) -> bool:
         return self.delta.is_contiguous()
@@ -116,7 +147,9 @@ class Product:
 def add_uses(total: Tensor, uses: Sequence[Use | Product], u: Mapping[str, Direction]) -> None:
     """Add ⟨u_q, g_i⟩ of these uses to ``total`` [Q, columns]."""
     moved = {n: not n.roots.isdisjoint(u) for n in {n for use in uses for n in use.nodes}}
-    own = [use for use in uses if any(moved[n] for n in use.nodes)]
+    own = list(uses)
+    if not all(moved.values()):
+        own = [use for use in uses if any(moved[n] for n in use.nodes)]
     if not own:
         return
     for use in own:
@@ -132,13 +165,23 @@ def add_uses(total: Tensor, uses: Sequence[Use | Product], u: Mapping[str, Direc
                 if len(group) == 1:
                     results: Sequence[Tensor] = [first.along(moving[first.dtype])]
                 else:
-                    results = type(first).stacked(group, moving[first.dtype])  # type: ignore[arg-type]
+                    y = type(first).stacked(group, moving[first.dtype])  # type: ignore[arg-type]
+                    if first.by_rows and y.is_cpu:
+                        row[: first.B] += _stacked_dots(y, [use.delta for use in group], first.B)
+                        continue
+                    results = y.unbind()
                 waiting += zip(group, results, strict=True)
                 size += sum([y.nbytes for y in results])
                 if size > MEMORY:
                     _add_dots(row, waiting)
                     waiting, size = [], 0
             _add_dots(row, waiting)
+
+
+def _stacked_dots(y: Tensor, deltas: list[Tensor], B: int) -> Tensor:
+    """Σ ⟨y_i, δ_i⟩ over uses of one kind for each example i [B], in float64; y [n, *shape]."""
+    products = wide(y) * wide(torch.stack(deltas))
+    return products.reshape(len(deltas), B, -1).sum(2).sum(0, dtype=torch.float64)
 
 
 def _at_once(uses: Sequence[Use | Product], limit: int) -> Iterator[list[Use | Product]]:

@@ -36,8 +36,8 @@ class Trail:
         self._dicts: list[dict[Any, Any]] = []
         self._noted: tuple[list[int], list[Any], list[Any]] = [], [], []  # see ``_read``
         self._plain = False  # all keys are strings
-        self._empty: list[Any] = []  # containers of other kinds without entries
-        self._others: list[tuple[Any, Any]] = []  # with entries, and copies of these
+        self._empty: list[Any] = []  # containers without entries
+        self._others: list[tuple[Any, Any]] = []  # of other kinds with entries, and copies of these
         self._functions: list[tuple[types.FunctionType, tuple[Any, ...]]] = []
         self._cells: list[tuple[Any, Any]] = []
         self._names: list[tuple[dict[str, Any], str, Any]] = []  # looked up in a namespace
@@ -106,6 +106,8 @@ class Trail:
 
     def note(self) -> None:
         """The walk is over: note what all dictionaries hold."""
+        self._empty += [space for space in self._dicts if not space]
+        self._dicts = [space for space in self._dicts if space]
         self._noted = self._read()
         self._plain = all(type(k) is str for k in self._noted[1])
 

@@ -78,16 +78,20 @@ class Reached:
         self._seen: set[int] = set(map(id, _SHARED))
         self._roots = list(modules)
         self.lasting = True  # holds no tensor whose graph would be kept alive with it
-        self._trail = Trail()  # all that was gone through
+        self._trail, self._stateless = Trail(), Trail()  # all that was gone through
         for module in self._roots:
             self._module(module)
         self._value(loss, 0, inside=False)
         self._trail.note()
+        self._stateless.note()
 
-    def unchanged(self, modules: Sequence[nn.Module] | None = None) -> bool:
-        """Would the walk find the same again, and has nothing that it noted been replaced?
-        ``modules`` are those to walk from now, if they may be others."""
-        return (modules is None or same(self._roots, modules)) and self._trail.unchanged()
+    def unchanged(self, modules: Sequence[nn.Module]) -> bool:
+        """Would a walk from these modules find the same again?"""
+        return same(self._roots, modules) and self._stateless.unchanged() and self.untouched()
+
+    def untouched(self) -> bool:
+        """Has a pass replaced nothing of what is put back?"""
+        return self._trail.unchanged()
 
     def fingerprint(self) -> tuple[Any, ...]:
         """Returns a key that changes whenever a plain value changes, or a tensor is written to
@@ -105,14 +109,15 @@ class Reached:
             return
         self._seen.add(id(module))
         space = vars(module)
-        self._trail.module(space)
         hooked = any(map(space.get, MODULE_HOOKS))
         if hooked:
             for f in (f for name in MODULE_HOOKS for f in space.get(name, {}).values()):
                 self._value(f, 0, inside=True)
         bare = not hooked and not buffers_of(module) and "forward" not in space
         if type(module) in _STATELESS and bare:
+            self._stateless.module(space)
             return
+        self._trail.module(space)
         self.spaces.append((space, space.copy()))
         for own in map(space.__getitem__, MODULE_STORES):
             if own:

@@ -188,7 +188,7 @@ class State:
         if reached is None or not self._inside or (self._clean and not last):
             return
         self._clean = True
-        if self._ran and not reached.unchanged():
+        if self._ran and not reached.untouched():
             self._put_back(reached)
         self._ran = False
         for generator, state in self._generators:

@@ -333,9 +333,7 @@ class Validator:
                 self._random.seeded(0),
                 as_it_was(self.autocast),
                 uncached(),
-                _without_cudnn()
-                if any(isinstance(m, nn.RNNBase) for m in modules)
-                else nullcontext(),
+                _without_cudnn() if _recurrent_on_gpu(modules) else nullcontext(),
             ):
                 # a reentrant checkpoint warns so when a loss is measured without gradients
                 warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
@@ -367,11 +365,15 @@ def _without_cudnn() -> Iterator[None]:
         torch.backends.cudnn.enabled = before
 
 
+def _recurrent_on_gpu(modules: Sequence[nn.Module]) -> bool:
+    return torch.cuda.is_initialized() and any(isinstance(m, nn.RNNBase) for m in modules)
+
+
 def _set_training(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
     """``module.training = mode``, without the slow ``Module.__setattr__``."""
-    for module, mode in zip(modules, modes, strict=True):
-        if "training" in vars(module):
-            vars(module)["training"] = mode
+    for module, space, mode in zip(modules, map(vars, modules), modes, strict=True):
+        if "training" in space:
+            space["training"] = mode
         else:  # a compiled module has it elsewhere
             module.training = mode
 
