@@ -266,7 +266,7 @@ def _suspect_cells() -> dict[tuple[str, str], list[dict[str, Any]]]:
 def suspects() -> str:
     """AUROC of run.suspects() and of the best rivals of each cell."""
     head = ("data", "wrong labels", "seeds", "suspects", "without values", "best single-run rival",
-            "suspects minus that", "best with more trainings",
+            "suspects minus that", "best with more trainings", "suspects minus that",
             "wrong among the first k, k wrong")  # fmt: skip
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for (task, kind), every in _suspect_cells().items():
@@ -276,20 +276,25 @@ def suspects() -> str:
         names = dict.fromkeys(k for c in cells for k in c["auroc"])  # some cells lack the dear ones
         of = {k: [c["auroc"][k] for c in cells if k in c["auroc"]] for k in names}
         best = max(SINGLE, key=lambda k: mean(of[k]))
-        apart = [ours - theirs for ours, theirs in zip(of["suspects"], of[best], strict=True)]
         others = [k for k in of if k not in SINGLE and not k.startswith("suspects")]
         more = max(others, key=lambda k: mean(of[k]), default=None)
         k, right = (sum(c["top k"][i] for c in cells) for i in (0, 1))
         columns = [task, kind, str(len(cells)), f"{mean(of['suspects']):.4f}",
                    f"{mean(of['suspects, without values']):.4f}", _rival(best, of),
-                   f"{mean(apart):+.4f} ± {_error(apart):.4f}",
-                   "–" if more is None else _rival(more, of), f"{right / k:.0%}"]  # fmt: skip
+                   _apart(best, cells), "–" if more is None else _rival(more, of),
+                   "–" if more is None else _apart(more, cells), f"{right / k:.0%}"]  # fmt: skip
         lines.append("| " + " | ".join(columns) + " |")
     return "\n".join(lines)
 
 
 def _rival(name: str, of: dict[str, list[float]]) -> str:
     return f"{name} {mean(of[name]):.4f} ± {_error(of[name]):.4f}"
+
+
+def _apart(name: str, cells: Sequence[dict[str, Any]]) -> str:
+    """Suspects minus a rival, seed by seed."""
+    found = [c["auroc"]["suspects"] - c["auroc"][name] for c in cells if name in c["auroc"]]
+    return f"{mean(found):+.4f} ± {_error(found):.4f}"
 
 
 def suspects_confidence() -> str:
@@ -309,8 +314,8 @@ def suspects_confidence() -> str:
 
 def suspects_pruned() -> str:
     """Accuracy after removing, minus that after removing as many at random."""
-    lines = ["| data | wrong labels | removed | `--by auto` | `clean` | `noisy` | lowest values |",
-             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = ["| data | wrong labels | seeds | removed | `--by auto` | `clean` | `noisy` | "
+             "lowest values |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for (task, kind), every in _suspect_cells().items():
         cells = [c["prune"] for c in every if "prune" in c]
         for ratio in cells[0] if cells else ():
@@ -318,7 +323,8 @@ def suspects_pruned() -> str:
             for rule in ("auto", "clean", "noisy", "lowest values"):
                 x = [c[ratio][rule] - c[ratio]["random"] for c in cells]
                 gains.append(f"{mean(x):+.3f} ± {_error(x):.3f}")
-            lines.append("| " + " | ".join([task, kind, f"{float(ratio):.0%}", *gains]) + " |")
+            about = [task, kind, str(len(cells)), f"{float(ratio):.0%}"]
+            lines.append("| " + " | ".join([*about, *gains]) + " |")
     return "\n".join(lines)
 
 
