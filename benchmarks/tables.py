@@ -560,13 +560,13 @@ def sharded_memory() -> str:
     """What a rank holds beside the plain training under fully_shard."""
     data = results("sharded_memory-cpu")
     lines = [
-        "| ranks | P/W, MiB | tensors, plain | watched | in audited steps | in sampled ones | "
-        "more, in P/W | audited | resident, plain | watched |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| ranks | P/W, MiB | tensors, plain | watched | in audited steps | more, in P/W | "
+        "audited | resident, plain | watched |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for run in data["runs"]:
         unit, plain, watched = 4 * run["parameters"] / run["ranks"], run["plain"], run["watched"]
-        sizes = [unit, plain["tensors"], *(watched[k] for k in ("tensors", "audited", "sampled"))]
+        sizes = [unit, plain["tensors"], watched["tensors"], watched["audited"]]
         more = [(watched[k] - plain[k]) / unit for k in ("tensors", "audited")]
         cells = [str(run["ranks"]), *(f"{x / 2**20:,.0f}" for x in sizes)]
         cells += [f"{x:.1f}" for x in more]

@@ -1,5 +1,6 @@
 """What docs/distributed.md says of the memory of a rank: 4 P/W beside the plain training, 2 more in
-audited steps, and the records of the examples. Every storage is followed."""
+audited steps, and the records of the examples (without sampled orders, whose coalitions are more than
+this small model). Every storage is followed."""
 
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ SMALL = SimpleNamespace(width=48, layers=4, length=4, batch=1)
 
 def peaks(rank, world):
     torch.set_default_dtype(torch.float32)
-    return [train(rank, watch, Live(), SMALL) for watch in (False, True)]
+    return [train(rank, watch, Live(), SMALL, "secant") for watch in (False, True)]
 
 
 def test_tensors_of_a_rank():
