@@ -208,7 +208,7 @@ def pruned(trainer: Trainer, suspects: Any, run: Any) -> dict[str, dict[str, flo
 
     for ratio in (0.1, 0.3):
         k = round(ratio * n / trainer.settings["batch"]) * trainer.settings["batch"]
-        gone = {rule: ids[removed(suspects, k, rule)] for rule in ("auto", "noisy", "clean")}
+        gone = {rule: ids[removed(suspects, k, rule, seed)] for rule in ("auto", "noisy", "clean")}
         gone["lowest values"] = lowest[:k]
         some = [np.random.default_rng((seed + 1000, i)).permutation(n)[:k] for i in range(RANDOM)]
         found[str(ratio)] = {name: left(out) for name, out in gone.items()}

@@ -234,6 +234,26 @@ def finetune() -> str:
     return "\n".join([*lines, "", measured_with(runs[0], [run["date"] for run in runs])])
 
 
+def host() -> str:
+    """What a watched step costs the host, as a multiple of a plain one."""
+    data = results("host-cpu")
+    names = {"gpt2": "GPT-2", "llama": "Llama", "llama-lora": "Llama, LoRA of rank 4"}
+    lines = [
+        "| model | parameter tensors | plain ms | its validation pass | `fast` | `bitwise` "
+        "| calls in Python, plain | `fast` |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, run in data["models"].items():
+        rows, plain = run["variants"], run["variants"]["plain"]
+        times = [run["validation_pass_ms"] / plain["ms"], rows["fast"]["of_plain"]]
+        cells = " | ".join(f"{x:.2f}" for x in (*times, rows["bitwise"]["of_plain"]))
+        calls = " | ".join(f"{rows[v]['calls']['python']:,}" for v in ("plain", "fast"))
+        lines.append(
+            f"| {names[name]} | {run['parameters']} | {plain['ms']:.1f} | {cells} | {calls} |"
+        )
+    return "\n".join([*lines, "", measured_with(data)])
+
+
 def _suspect_cells() -> dict[tuple[str, str], list[dict[str, Any]]]:
     """The cells of benchmarks/suspects.py by task and kind of wrong labels, of all results."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -246,7 +266,7 @@ def _suspect_cells() -> dict[tuple[str, str], list[dict[str, Any]]]:
 def suspects() -> str:
     """AUROC of run.suspects() and of the best rivals of each cell."""
     head = ("data", "wrong labels", "seeds", "suspects", "without values", "best single-run rival",
-            "suspects minus that", "best with more trainings",
+            "suspects minus that", "best with more trainings", "suspects minus that",
             "wrong among the first k, k wrong")  # fmt: skip
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for (task, kind), every in _suspect_cells().items():
@@ -256,20 +276,25 @@ def suspects() -> str:
         names = dict.fromkeys(k for c in cells for k in c["auroc"])  # some cells lack the dear ones
         of = {k: [c["auroc"][k] for c in cells if k in c["auroc"]] for k in names}
         best = max(SINGLE, key=lambda k: mean(of[k]))
-        apart = [ours - theirs for ours, theirs in zip(of["suspects"], of[best], strict=True)]
         others = [k for k in of if k not in SINGLE and not k.startswith("suspects")]
         more = max(others, key=lambda k: mean(of[k]), default=None)
         k, right = (sum(c["top k"][i] for c in cells) for i in (0, 1))
         columns = [task, kind, str(len(cells)), f"{mean(of['suspects']):.4f}",
                    f"{mean(of['suspects, without values']):.4f}", _rival(best, of),
-                   f"{mean(apart):+.4f} ± {_error(apart):.4f}",
-                   "–" if more is None else _rival(more, of), f"{right / k:.0%}"]  # fmt: skip
+                   _apart(best, cells), "–" if more is None else _rival(more, of),
+                   "–" if more is None else _apart(more, cells), f"{right / k:.0%}"]  # fmt: skip
         lines.append("| " + " | ".join(columns) + " |")
     return "\n".join(lines)
 
 
 def _rival(name: str, of: dict[str, list[float]]) -> str:
     return f"{name} {mean(of[name]):.4f} ± {_error(of[name]):.4f}"
+
+
+def _apart(name: str, cells: Sequence[dict[str, Any]]) -> str:
+    """Suspects minus a rival, seed by seed."""
+    found = [c["auroc"]["suspects"] - c["auroc"][name] for c in cells if name in c["auroc"]]
+    return f"{mean(found):+.4f} ± {_error(found):.4f}"
 
 
 def suspects_confidence() -> str:
@@ -289,8 +314,8 @@ def suspects_confidence() -> str:
 
 def suspects_pruned() -> str:
     """Accuracy after removing, minus that after removing as many at random."""
-    lines = ["| data | wrong labels | removed | `--by auto` | `clean` | `noisy` | lowest values |",
-             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = ["| data | wrong labels | seeds | removed | `--by auto` | `clean` | `noisy` | "
+             "lowest values |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for (task, kind), every in _suspect_cells().items():
         cells = [c["prune"] for c in every if "prune" in c]
         for ratio in cells[0] if cells else ():
@@ -298,7 +323,8 @@ def suspects_pruned() -> str:
             for rule in ("auto", "clean", "noisy", "lowest values"):
                 x = [c[ratio][rule] - c[ratio]["random"] for c in cells]
                 gains.append(f"{mean(x):+.3f} ± {_error(x):.3f}")
-            lines.append("| " + " | ".join([task, kind, f"{float(ratio):.0%}", *gains]) + " |")
+            about = [task, kind, str(len(cells)), f"{float(ratio):.0%}"]
+            lines.append("| " + " | ".join([*about, *gains]) + " |")
     return "\n".join(lines)
 
 
@@ -607,6 +633,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "scaling-cpu": lambda: scaling("cpu", "gpt-4x128", *SCALING["cpu"]),
     "targets-compiled": lambda: scaling("h200", "gpt2-compile", "targets-16-compile"),
     "finetune": finetune,
+    "host": host,
     "first-steps": first_steps,
     "suspects": suspects,
     "suspects-confidence": suspects_confidence,

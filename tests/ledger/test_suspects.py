@@ -59,6 +59,7 @@ def test_values_do_not_count_where_labels_are_alike(share):
     assert found.attrs["window"]["weight"] == 0 and found.attrs["window"]["label"] is None
     assert found["id"].tolist() == fit["id"].tolist()
     assert (found.attrs["window"]["hurt"] > 0) == (share > 0)
+    assert (found.attrs["window"]["others"] >= 0) == (share > 0)
 
 
 def test_values_that_turn_do_not_count():
@@ -157,24 +158,40 @@ def test_the_window_begins_when_the_labels_are_known(right, since, why):
     assert (window["since"], window["until"]) == (since, len(right)) and why in window["why"]
 
 
-@pytest.mark.parametrize(
-    "confidence, label, first",
-    [
-        (0.6, None, [0, 1, 7, 5]),
-        (0.4, None, [7, 5, 6, 3]),  # the easiest of each label in turn
-        (0.4, 1.0, [1, 4, 7, 6]),  # of a label that stands out as many as are wrong
-        (0.6, 1.0, [0, 1, 4, 7]),
-    ],
-)
-def test_what_is_removed(confidence, label, first):
+def to_remove(confidence, **window):
     table = pd.DataFrame({
-        "id": range(8), "confidence": [confidence] * 2 + [0.1] * 6,
+        "id": range(8), "confidence": confidence,
         "el2n": [1.3, 1.2, 0.8, 0.7, 0.6, 0.5, 0.2, 0.1], "loss": 1.0,
         "label": [0, 1, 0, 0, 1, 1, 0, 0],
     })  # fmt: skip
-    table.attrs["window"] = {"label": label, "wrong": 0 if label is None else 2}
+    table.attrs["window"] = {"label": None, "wrong": 0, "others": -0.3} | window
+    return table
+
+
+@pytest.mark.parametrize(
+    "confidence, window, first",
+    [
+        ([0.6, 0.5, 0.1, 0, 0, 0, 0, 0], {}, [0, 1, 7, 5]),  # at least half wrong
+        ([0.4, 0.4, 0.3, 0.3, 0.1, 0, 0, 0], {}, [0, 7, 5, 6]),  # of four at least one
+        ([0.1] * 5 + [0] * 3, {}, [7, 5, 6, 3]),  # the easiest of each label in turn
+        ([0.1] * 5 + [0] * 3, {"label": 1.0, "wrong": 2}, [1, 4, 7, 6]),  # a label stands out
+        ([0.6] + [0] * 7, {"label": 1.0, "wrong": 2}, [0, 1, 4, 7]),
+        ([np.nan] * 8, {}, [7, 5, 6, 3]),
+    ],
+)
+def test_what_is_removed(confidence, window, first):
+    table = to_remove(confidence, **window)
     assert removed(table, 3, "noisy").tolist() == [0, 1, 2]
     assert removed(table, 4, "auto").tolist() == first
+    assert removed(table, 4, "clean").tolist() == [7, 5, 6, 3]
+
+
+@pytest.mark.parametrize("others", [0.2, None])
+def test_the_rest_goes_at_random_where_others_may_be_wrong(others):
+    table = to_remove([0.6, 0.5] + [0.1] * 6, others=others)
+    found = [removed(table, 8, "auto", seed).tolist() for seed in (0, 0, 1)]
+    assert found[0] == found[1] != found[2] and found[0][:2] == [0, 1]
+    assert sorted(found[0]) == sorted(found[2]) == list(range(8))
     assert removed(table, 4, "clean").tolist() == [7, 5, 6, 3]
 
 

@@ -83,15 +83,15 @@ def prune(
     by: Annotated[
         Rule,
         typer.Option(
-            help="auto: suspects of whom half or more are wrong by the values, as many of a label "
-            "that stands out as are wrong, then the easiest of each label; noisy: the suspects; "
+            help="auto: the suspects that are wrong by the values, then the easiest of each label, "
+            "or at random if others may be wrong, too; noisy: the suspects; "
             "clean: the easiest of each label; harm, value: one end of that ranking."
         ),
     ] = Rule.auto,
     which: Annotated[
         Which, typer.Option(help="random, or which end to remove (--by harm or value).")
     ] = Which.bottom,
-    seed: Annotated[int, typer.Option(help="For --which random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of what is removed at random.")] = 0,
     output: Annotated[
         Path, typer.Option("-o", "--output", help="Ids to keep: .parquet, .csv, .json or .txt.")
     ] = Path("keep.parquet"),
@@ -101,10 +101,10 @@ def prune(
 ) -> None:
     """Write the ids to keep after removing a share of the examples.
 
-    By default the suspects go first as far as at least half of them are wrong by their values, and
-    as many of a label that stands out as are wrong there (of clean data hardly any), then the
-    examples that the model fitted most easily, an equal share of each label. --by noisy is for no
-    more than the share of wrong labels.
+    By default the suspects go first as far as values say that they are wrong (of clean data hardly
+    any). Then the examples that the model fitted most easily, an equal share of each label; at
+    random, if values do not say that the others are right, since without easy examples the share
+    of wrong ones rises. --by noisy is for no more than the share of wrong labels.
     --by value removes those of lowest value, for comparison only: on clean SST-2 that was worse
     than --which random.
     Examples that were never scored are kept: nothing is known against them.
@@ -142,7 +142,7 @@ def _to_remove(
     if by in (Rule.harm, Rule.value):
         return _ends(saved, by, which, estimator)[:n], f"{which.value}, by {by.value}"
     table = saved.suspects(estimator)
-    return table["id"].to_numpy()[removed(table, n, by.value)], f"by {by.value}"
+    return table["id"].to_numpy()[removed(table, n, by.value, seed)], f"by {by.value}"
 
 
 def _ends(saved: Any, by: Rule, which: Which, estimator: str | None) -> np.ndarray:

@@ -78,6 +78,7 @@ class Choice:
     stands_out: float = 0.0  # from 0 to 1: how far it is another in one label, ...
     label: float | None = None  # ... which is this one
     wrong: int = 0  # so many of its examples are wrong, by their harm
+    others: float | None = None  # mean of r over the labels that do not stand out
     weight: float = 0.0  # of values, the mean over examples
 
 
@@ -143,8 +144,9 @@ def _joined(
     harm, most, factor = _z(harm), stands.max(), pd.Series(1.0, fit.index)
     median, weight = pd.Series(np.nan, fit.index), pd.Series(0.0, fit.index)
     wrong = np.zeros(len(groups))
-    others = r[0][(stands == 0) & np.isfinite(r[0])]
-    r[0][stands == 0] = others.mean() if len(others) else 0.0
+    known = r[0][(stands == 0) & np.isfinite(r[0])]
+    others = float(known.mean()) if len(known) else None
+    r[0][stands == 0] = others or 0.0
     for c, (at, own, alone) in enumerate(zip(groups, r[0], stands, strict=True)):
         median.iloc[at] = harm.iloc[at].median()
         factor.iloc[at] += most * own
@@ -159,7 +161,7 @@ def _joined(
     chosen = replace(
         chosen, agreement=agreement, hurt=None if math.isnan(hurt) else hurt,
         stands_out=float(most), label=float(label.iloc[groups[which][0]]) if most > 0 else None,
-        wrong=round(wrong[which]), weight=float(weight.mean()),
+        wrong=round(wrong[which]), others=others, weight=float(weight.mean()),
     )  # fmt: skip
     return score, _confidence(score, fit, harm - median), chosen
 
@@ -285,28 +287,45 @@ def _chosen(history: History, epochs: pd.DataFrame, window: Window) -> tuple[Cho
     return Choice(max(since, int(epochs["since"].iloc[first])), until, why), weights.to_numpy()
 
 
-def removed(table: pd.DataFrame, n: int, rule: str) -> np.ndarray:
+def removed(table: pd.DataFrame, n: int, rule: str, seed: int = 0) -> np.ndarray:
     """Positions of n rows of ``suspects_table`` to remove, the first to go first.
 
     ``noisy``: the most suspicious. ``clean``: the easiest (lowest EL2N, or loss), an equal share of
-    each label. ``auto``: the suspects of whom at least ``SURE`` are wrong by the values, and as
-    many of a label that stands out as are wrong there, then the easiest. Never the lowest values:
-    on clean SST-2 that was worse than removing at random. ``noisy`` is for no more than the share
-    of wrong labels: beyond, it removes hard examples and did worse than random.
+    each label. ``auto``: first those that are wrong by the values (``_wrong``); then the easiest if
+    values say that the other labels are right, otherwise at random, since without easy examples the
+    share of wrong ones rises. Never the lowest values: on clean SST-2 that was worse than removing
+    at random. ``noisy`` is for no more than the share of wrong labels: beyond, it removes hard
+    examples and did worse than random.
     """
     order = np.arange(len(table))  # the most suspicious first
     if rule == "noisy":
         return order[:n]
-    sure = np.zeros(len(table), bool)
-    if rule == "auto":
-        window = table.attrs["window"]
-        there = (table["label"] == window["label"]).to_numpy()
-        sure = (table["confidence"] >= SURE) | (there & (there.cumsum() <= window["wrong"]))
-        sure = sure.to_numpy()
-    rest = table[~sure]
-    by = rest["el2n"] if rest["el2n"].notna().all() else rest["loss"]
-    labels = rest["label"].fillna(-1)
+    first = _wrong(table) if rule == "auto" else np.zeros(len(table), bool)
+    others = table.attrs["window"]["others"] if rule == "auto" else -1.0
+    if others is None or others >= 0:
+        rest = np.random.default_rng(seed).permutation(order[~first])
+    else:
+        rest = _easiest(table[~first])
+    return np.concatenate([order[first], rest]).astype(int)[:n]
+
+
+def _wrong(table: pd.DataFrame) -> np.ndarray:
+    """Which rows are wrong by the values: the first of whom at least the share ``SURE`` is, as many
+    of the first as are wrong among all at least, and of a label that stands out as many as are
+    wrong there."""
+    confidence, window = table["confidence"].fillna(0.0).to_numpy(), table.attrs["window"]
+    k = np.arange(1, len(table) + 1)
+    least = int((k * confidence).max(initial=0.0))
+    there = (table["label"] == window["label"]).to_numpy()
+    found: np.ndarray = (confidence >= SURE) | (k <= least)
+    return found | (there & (there.cumsum() <= window["wrong"]))
+
+
+def _easiest(table: pd.DataFrame) -> np.ndarray:
+    """Positions of all rows, the easiest first, an equal share of each label."""
+    by = table["el2n"] if table["el2n"].notna().all() else table["loss"]
+    labels = table["label"].fillna(-1)
     place = by.groupby(labels).rank(method="first") - 0.5
     share = place / labels.map(labels.value_counts())  # 0: the easiest of its label
-    easiest = share.sort_values(kind="stable").index.to_numpy()
-    return np.concatenate([order[sure], easiest]).astype(int)[:n]
+    found: np.ndarray = share.sort_values(kind="stable").index.to_numpy()
+    return found
