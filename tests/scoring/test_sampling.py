@@ -11,7 +11,7 @@ from torch import nn
 import inrun
 from helpers.optimizer_zoo import OPTIONS
 from inrun.optimizers import rule_for
-from inrun.scoring import coalitions, deals, joining
+from inrun.scoring import coalitions, deals, joining, sampling
 from inrun.scoring.clipping import Clipping
 from inrun.scoring.joining import Orders
 from inrun.scoring.moved import ParamStep
@@ -286,6 +286,34 @@ def test_of_a_large_parameter_some_rows_at_a_time(tokens, monkeypatch):
     expected = lm_run()[0].history()
     monkeypatch.setattr(deals, "SLAB", {"cpu": 4 * 6 * 2})
     close(lm_run(tokens=tokens)[0].history(), expected)
+
+
+def test_rows_of_a_table_that_nothing_moves_are_passed_over(monkeypatch):
+    monkeypatch.setattr(coalitions, "PIECE", {"cpu": 1})  # a block at a time
+    still, seen = coalitions._still, []
+    monkeypatch.setattr(coalitions, "_still", lambda *x: seen.append(still(*x)) or seen[-1])
+    run, _ = lm_run()
+    assert any(seen) and not all(seen)
+    monkeypatch.setattr(coalitions, "_still", lambda *x: False)
+    assert run.history().equals(lm_run()[0].history())  # bit for bit
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_what_is_passed_over_moves_nothing(zero):
+    g, rows, v = torch.ones(3), torch.ones(2, 3), torch.ones(1, 3)
+    assert not coalitions._still(g, rows, v)
+    (g, rows, v)[zero].zero_()
+    assert coalitions._still(g, rows, v) == (zero == 2)  # the batch's own gradient may differ
+    g.zero_(), rows.zero_()
+    assert coalitions._still(g, rows, v)
+
+
+def test_a_slow_step_says_once_what_it_waits_for(monkeypatch, caplog):
+    lm_run()
+    assert not caplog.records
+    monkeypatch.setattr(sampling, "SLOW", 0.0)
+    lm_run()
+    assert len(caplog.records) == 1 and "estimator='secant'" in caplog.text
 
 
 def test_values_of_positions_add_up_to_those_of_their_examples():

@@ -201,6 +201,8 @@ class Game:
             parts.append(slice(whole, rows.shape[1]))
         for part in parts:
             own, at = _piece(step, part), first + part.start // size
+            if _still(own.g, rows[:, part], v[:, part]):
+                continue
             g, sizes = joining.coalitions(rows[:, part].contiguous(), gram, drawn, at)
             gained = self._gained(own, g, sizes, joining)
             total += joining.values(v[:, part].to(gained).contiguous(), gained, drawn, at)
@@ -274,6 +276,12 @@ def _distrust(device: torch.device, why: str) -> None:
         "values are right without it, and the first steps take longer",
         stacklevel=2,
     )
+
+
+def _still(g: Tensor, rows: Tensor, v: Tensor) -> bool:
+    """Does nothing of it count: no example moves these coordinates, or no target depends on them?
+    So it is with most rows of a table. A GPU would have to be waited for, and is not asked."""
+    return rows.is_cpu and not (v.any() and (rows.any() or g.any()))
 
 
 def _piece(step: ParamStep, part: slice) -> ParamStep:

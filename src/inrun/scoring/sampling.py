@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 NEAR = 0.005  # relative: what the secant may be off, in so many steps running:
 RUNNING = 3
+SLOW = 10.0  # seconds of a step after which the user is told what takes them
+
+log = logging.getLogger("inrun")
 
 
 class Sampling:
@@ -42,6 +47,7 @@ class Sampling:
         self._params = list[str]()
         self._begin_again()
         self._game: Game | None = None
+        self._said = False
 
     def _begin_again(self) -> None:
         self._near = self._sampled = self._audits = 0
@@ -84,6 +90,7 @@ class Sampling:
         """
         if self._game is None:
             return
+        begun = time.perf_counter()
         for e, estimator in self.estimators:
             points = [at[x] for x in POINTS[estimator.point]]
             found = self._game.values(points, qs.stop - qs.start, seed)
@@ -93,6 +100,20 @@ class Sampling:
                 own = own + by_example(self._columns, linear)
             numbers["sampled"][e, qs] = own
             self._noise[e] += float(found.error.square().sum())
+        self._tell(time.perf_counter() - begun)
+
+    def _tell(self, seconds: float) -> None:
+        """Once, what a slow step waits for."""
+        if seconds < SLOW or self._said or self._world.rank:
+            return
+        self._said = True
+        log.warning(
+            "inrun: sampling orders of the examples took %.0f s of this step. The first steps do "
+            "so until the update is nearly linear: usually 45 to 60 of them, at most %d, the very "
+            "first the longest. estimator='secant' does without, and its first steps are far off "
+            "(docs/method.md, The first steps)",
+            seconds, self._most,
+        )  # fmt: skip
 
     def end(self, numbers: Mapping[str, Tensor]) -> None:
         """Compare the secant's values with the sampled ones."""
