@@ -38,7 +38,8 @@ confidence that in no label more than half are wrong.
 Before the model knows the labels the signals say how frequent a label is; so the window begins with
 the first epoch in which the model got the given labels right clearly more often than the most
 frequent label would, and goes on to the end. In the fit, a visit counts as much as the model knew
-in its epoch: from 0 where it got no more right than that to 1 in the best epoch. docs/method.md
+in its epoch: from 0 where it got no more right than that to 1 in the best epoch. Where that leaves
+one visit of each example, harm begins an epoch or more earlier, since it needs two. docs/method.md
 says on what rules and constants were chosen, and where they lose, and to whom
 (benchmarks/suspects.py).
 """
@@ -105,7 +106,8 @@ def suspects_table(
     total["label"] = total["low"].where(total["low"] == total["high"])
     scores = pd.concat([_z(total["loss"]), _z(total["el2n"]), -_z(total["margin"])], axis=1)
     fit = scores.mean(axis=1)
-    seen = None if values is None else _seen(total, values, chosen)
+    earlier = [int(x) for x in epochs["since"] if window.whole and x < chosen.since]
+    seen = None if values is None else _seen(total, values, chosen, earlier[::-1])
     if seen is None:
         total["suspicion"], total["confidence"] = fit.rank(), float("nan")
     else:
@@ -118,15 +120,21 @@ def suspects_table(
     return found
 
 
-def _seen(total: pd.DataFrame, values: Values, chosen: Choice) -> pd.DataFrame | None:
-    """Harm in both halves of the window, a and b; None where these do not tell anything."""
-    middle = (chosen.since + chosen.until) // 2
-    if not chosen.since < middle < chosen.until:
-        return None
-    halves = [Window(chosen.since, middle), Window(middle, chosen.until)]
-    both = pd.concat([values(w).reindex(total["id"]) for w in halves], axis=1, keys=["a", "b"])
-    both.index = total.index
-    return None if math.isnan(_correlation(both["a"], both["b"])) else both
+def _seen(
+    total: pd.DataFrame, values: Values, chosen: Choice, earlier: Iterable[int]
+) -> pd.DataFrame | None:
+    """Harm in both halves of the window, a and b; None where these do not tell anything. Where no
+    example has two visits, the window begins at one of the ``earlier`` steps."""
+    for since in (chosen.since, *earlier):
+        middle = (since + chosen.until) // 2
+        if not since < middle < chosen.until:
+            continue
+        halves = [Window(since, middle), Window(middle, chosen.until)]
+        both = pd.concat([values(w).reindex(total["id"]) for w in halves], axis=1, keys=["a", "b"])
+        both.index = total.index
+        if not math.isnan(_correlation(both["a"], both["b"])):
+            return both
+    return None
 
 
 def _joined(
