@@ -5,8 +5,7 @@
 Two numbers for a GPT on 2 and 4 processes (gloo, CPU), each beside that of the plain training:
 
 tensors    the most bytes that tensors held at a time, after any operation, in steps without an
-           audit, in audited ones and in steps whose values come from sampled orders. Every storage
-           is followed
+           audit and in audited ones. Nothing is sampled: every storage is followed
 resident   the most memory that the system gave to the process, in a training of its own: tensors,
            what the allocator does not give back, and buffers of gloo
 """
@@ -83,9 +82,7 @@ def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def train(
-    rank: int, watch: bool, live: Live | None, options: Any, estimator: str = "secant"
-) -> tuple[int, list[int]]:
+def train(rank: int, watch: bool, live: Live | None, options: Any) -> tuple[int, list[int]]:
     """Trains; the number of parameters, and the peak of each step."""
     torch.manual_seed(0)
     model = GPT(256, options.width, options.layers, 4, options.length)
@@ -100,9 +97,8 @@ def train(
     run = None
     if watch:
         run = inrun.watch(
-            model, optimizer, validation=[held_out], loss=loss_of, audit_every=AUDITED,
-            estimator=estimator,
-        )  # fmt: skip
+            model, optimizer, validation=[held_out], loss=loss_of, audit_every=AUDITED
+        )
     peaks = []
     with live or nullcontext():
         for step in range(STEPS):
@@ -124,12 +120,9 @@ def measure(rank: int, ranks: int, store: str, say: Any, watch: bool, options: A
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     live = None if options.resident else Live()
-    parameters, peaks = train(rank, watch, live, options, "shapley")
-    found = {"sampled": max(peaks[WARM:AUDITED])}
-    if not options.resident:
-        peaks = train(rank, watch, live, options)[1]
-        found |= {"tensors": max(peaks[WARM:AUDITED]), "audited": peaks[AUDITED]}
-    else:
+    parameters, peaks = train(rank, watch, live, options)
+    found = {"tensors": max(peaks[WARM:AUDITED]), "audited": peaks[AUDITED]}
+    if options.resident:
         found = {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     every: list[Any] = [None] * ranks
     dist.all_gather_object(every, found)

@@ -234,6 +234,26 @@ def finetune() -> str:
     return "\n".join([*lines, "", measured_with(runs[0], [run["date"] for run in runs])])
 
 
+def host() -> str:
+    """What a watched step costs the host, as a multiple of a plain one."""
+    data = results("host-cpu")
+    names = {"gpt2": "GPT-2", "llama": "Llama", "llama-lora": "Llama, LoRA of rank 4"}
+    lines = [
+        "| model | parameter tensors | plain ms | its validation pass | `fast` | `bitwise` "
+        "| calls in Python, plain | `fast` |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, run in data["models"].items():
+        rows, plain = run["variants"], run["variants"]["plain"]
+        times = [run["validation_pass_ms"] / plain["ms"], rows["fast"]["of_plain"]]
+        cells = " | ".join(f"{x:.2f}" for x in (*times, rows["bitwise"]["of_plain"]))
+        calls = " | ".join(f"{rows[v]['calls']['python']:,}" for v in ("plain", "fast"))
+        lines.append(
+            f"| {names[name]} | {run['parameters']} | {plain['ms']:.1f} | {cells} | {calls} |"
+        )
+    return "\n".join([*lines, "", measured_with(data)])
+
+
 def _suspect_cells() -> dict[tuple[str, str], list[dict[str, Any]]]:
     """The cells of benchmarks/suspects.py by task and kind of wrong labels, of all results."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -540,13 +560,13 @@ def sharded_memory() -> str:
     """What a rank holds beside the plain training under fully_shard."""
     data = results("sharded_memory-cpu")
     lines = [
-        "| ranks | P/W, MiB | tensors, plain | watched | in audited steps | in sampled ones | "
-        "more, in P/W | audited | resident, plain | watched |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| ranks | P/W, MiB | tensors, plain | watched | in audited steps | more, in P/W | "
+        "audited | resident, plain | watched |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for run in data["runs"]:
         unit, plain, watched = 4 * run["parameters"] / run["ranks"], run["plain"], run["watched"]
-        sizes = [unit, plain["tensors"], *(watched[k] for k in ("tensors", "audited", "sampled"))]
+        sizes = [unit, plain["tensors"], watched["tensors"], watched["audited"]]
         more = [(watched[k] - plain[k]) / unit for k in ("tensors", "audited")]
         cells = [str(run["ranks"]), *(f"{x / 2**20:,.0f}" for x in sizes)]
         cells += [f"{x:.1f}" for x in more]
@@ -613,6 +633,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "scaling-cpu": lambda: scaling("cpu", "gpt-4x128", *SCALING["cpu"]),
     "targets-compiled": lambda: scaling("h200", "gpt2-compile", "targets-16-compile"),
     "finetune": finetune,
+    "host": host,
     "first-steps": first_steps,
     "suspects": suspects,
     "suspects-confidence": suspects_confidence,

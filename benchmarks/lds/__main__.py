@@ -177,7 +177,8 @@ def main() -> None:
         for result in measured(given, args, left):
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
             result |= {"date": now, "commit": commit(), "hardware": hardware(device),
-                       "versions": versions() | rivals.versions()}  # fmt: skip
+                       "versions": versions() | rivals.versions(),
+                       "cpu_seconds": args.cpu_seconds}  # fmt: skip
             save(out, name, result, bool(args.methods))
         for method, found in result["methods"].items():
             print(f"{name}: {method}: {found['lds']['mean']:.3f}", flush=True)

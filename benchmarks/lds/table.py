@@ -250,7 +250,8 @@ def conditions(found: dict[str, Any]) -> list[str]:
         lines.append(
             f"* {TITLES[name]}: {p['parameters']:,} parameters, {p['examples']:,} examples, "
             f"{p['steps']} steps, {p['queries']} queries, {p['subsets']} halves × {p['repeats']} "
-            f"seeds; a training takes {p['plain_seconds']:.2g} s."
+            f"seeds; a training takes {p['plain_seconds']:.2g} s"
+            f"{' of CPU time' if p.get('cpu_seconds') else ''}."
         )
         if p["failed"]:
             lines.append(

@@ -258,7 +258,8 @@ def test_what_is_kept_gives_what_is_made_again(change, make, options, monkeypatc
         pytest.skip("the same with adamw")
     kept = trained(change, make, **options)
     monkeypatch.setattr(Moved, "again", lambda self: False)
-    monkeypatch.setattr(Reached, "unchanged", lambda self, modules=None: False)
+    monkeypatch.setattr(Reached, "unchanged", lambda self, modules: False)
+    monkeypatch.setattr(Reached, "untouched", lambda self: False)
     made = trained(change, make, **options)
     assert kept[1]["void"].fillna("").tolist() == made[1]["void"].fillna("").tolist()
     if change not in (behind_the_counters, clipping, not_finite):
@@ -274,7 +275,7 @@ def test_what_is_kept_gives_what_is_made_again(change, make, options, monkeypatc
 def test_steps_that_repeat_are_kept(monkeypatch):
     """Otherwise the tests above compare nothing."""
     found = []
-    again, unchanged = Moved.again, Reached.unchanged
+    again, unchanged, untouched = Moved.again, Reached.unchanged, Reached.untouched
 
     def noted(kind, f):
         def wrapper(*args):
@@ -285,10 +286,12 @@ def test_steps_that_repeat_are_kept(monkeypatch):
 
     monkeypatch.setattr(Moved, "again", noted("moved", again))
     monkeypatch.setattr(Reached, "unchanged", noted("reached", unchanged))
+    monkeypatch.setattr(Reached, "untouched", noted("after the passes", untouched))
     trained(nothing, adamw)
     moved = [up for kind, up in found if kind == "moved"]
     assert moved == [False, False] + [True] * (STEPS - 2)  # the first step makes the state
-    assert [up for kind, up in found if kind == "reached"] == [True] * (2 * STEPS - 1)
+    assert [up for kind, up in found if kind == "reached"] == [True] * (STEPS - 1)
+    assert [up for kind, up in found if kind == "after the passes"] == [True] * (2 * STEPS - 1)
 
 
 def test_every_change_of_the_optimizer_is_noticed(monkeypatch):

@@ -36,6 +36,7 @@ KINDS = {
     "linear": F.linear,
     "linear without bias": lambda x, w, b: F.linear(x, w),
     "linear of rows": lambda x, w, b: F.linear(x.flatten(0, 1), w, b).view(x.shape),
+    "linear, examples second": lambda x, w, b: F.linear(x.transpose(0, 1), w, b).transpose(0, 1),
     "frozen bias": lambda x, w, b: F.linear(x, w, None if b is None else b.detach()),
     "addmm": lambda x, w, b: torch.addmm(
         torch.zeros(N) if b is None else b, x.flatten(0, 1), w
@@ -122,3 +123,22 @@ def test_products_of_one_kind_run_at_once(transposed):
         u = {p.nodes[0]: torch.randn(shape, dtype=dtype) for p in group}
         for p, y in zip(group, uses.Product.stacked(group, u), strict=True):
             assert torch.allclose(y, p.along(u), rtol=1e-5, atol=1e-5)
+
+
+def test_uses_whose_inputs_have_other_types_run_at_once():
+    """Under autocast one use may hold what the operation was given, another what it ran with."""
+    torch.manual_seed(0)
+    model, half = nn.Linear(N, N), torch.randn(B, T, N).bfloat16()
+    capture = Capture(model, dict(model.named_parameters()), form="ghost")
+    with capture.batch(B) as micro:
+        model(half.double()).sum().backward()
+    (use,) = micro.uses
+    some = []
+    for x in (half, half.float()):
+        call = use.call.with_(leaves=[x, *use.call.leaves[1:]])
+        some.append(Use(call, use.linear, use.delta.bfloat16(), [0], use.rule))
+    u = {n: n.param.detach().bfloat16() for n in use.nodes}
+    capture.close()
+    assert [len(group) for group in uses._at_once(some, 2**15)] == [2]
+    first, second = Use.stacked(some, u)
+    assert first.dtype == torch.bfloat16 and torch.equal(first, second)

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,6 +62,7 @@ _PASSES = 3  # equal ones, before a plan is followed
 _CHANGES = 8  # passes of one signature that were not like the one before, until it is left alone
 _SIGNATURES = 64
 _AGAIN = 64  # passes after which the mode looks again
+_training = attrgetter("training")
 
 
 class Aside:
@@ -174,7 +175,7 @@ class Aside:
         if provenance.on_positions is not None or top_mode() is not self.mode:
             return None
         found: list[Any] = [provenance.B, provenance.slots, *map(current, ("cpu", "cuda"))]
-        found += [m.training for m in provenance.modules]
+        found += map(_training, provenance.modules)
         for path, x in open_leaves(args, kwargs):
             if isinstance(x, Tensor):
                 mark = None if self.memo is None or x.is_nested else self.memo.mark(x)

@@ -127,8 +127,7 @@ class Use:
             own = [_direction(leaves[i], u.get(nodes[i]), dtype) for leaves, nodes in each]
             together[i] = torch.stack(own)
         for i in linear.others:
-            x = torch.stack([leaves[i] for leaves, _ in each])
-            together[i] = x.to(dtype) if x.dtype != dtype and x.is_floating_point() else x
+            together[i] = torch.stack([_in_type(leaves[i], dtype) for leaves, _ in each])
         assert linear.stacked is not None
         return linear.stacked(call.with_(leaves=together))
 
@@ -139,9 +138,7 @@ class Use:
         for i in linear.leaves:
             leaves[i] = _direction(leaves[i], u.get(call.nodes[i]), dtype)
         for i in linear.others:
-            x = leaves[i]
-            if x.dtype != dtype and x.is_floating_point():
-                leaves[i] = x.to(dtype)
+            leaves[i] = _in_type(leaves[i], dtype)
         return leaves
 
     @property
@@ -175,6 +172,11 @@ class Use:
 def _direction(leaf: Tensor, u: Tensor | None, dtype: torch.dtype) -> Tensor:
     """What is put in the place of a parameter: 0 if it does not move."""
     return torch.zeros_like(leaf, dtype=dtype) if u is None else u
+
+
+def _in_type(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """An input in the type in which the operation runs again."""
+    return x if x.dtype == dtype or not x.is_floating_point() else x.to(dtype)
 
 
 def linear_in(rule: OpRule | None, call: Call, directions: int) -> Linear | None:

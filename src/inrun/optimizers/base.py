@@ -221,12 +221,11 @@ class Scale:
 
     __slots__ = ("_K",)
 
-    def __init__(self, K: Tensor | None) -> None:
+    def __init__(self, K: Tensor) -> None:
         self._K = K
 
     @property
     def K(self) -> Tensor:  # noqa: N802
-        assert self._K is not None
         return self._K
 
     def __call__(self, v: Tensor) -> Tensor:
@@ -264,7 +263,6 @@ class Part(Scale):
     __slots__ = ("factors", "place")
 
     def __init__(self, factors: Factors, place: int) -> None:
-        super().__init__(None)
         self.factors, self.place = factors, place
 
     @property

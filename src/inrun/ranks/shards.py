@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from inrun.errors import BatchError
+from inrun.ranks.stretch import Stretch
 from inrun.ranks.torch_compat import local_of, no_torch_function, sharded_groups, sharding_states
 from inrun.torch_compat import COMPILED_PREFIX, DisableTorchFunction
 
@@ -40,20 +41,6 @@ GATHERED = (
 _WORK = ("lazy_init", "unshard", "wait_for_unshard", "reshard", "post_backward")
 # What a backward pass does with gradients: for a validation pass all are averaged at once.
 _AVERAGING = {"reduce_grads": True, "all_reduce_grads": True, "reshard_after_backward": True}
-
-
-class Stretch(NamedTuple):
-    """Coordinates of a flat parameter side by side: where they begin in it, where they begin among
-    those that a rank has, and how many."""
-
-    at: int
-    own: int
-    n: int
-
-    def between(self, start: int, stop: int) -> Stretch:
-        """What of it lies between two coordinates, counted from the first of them."""
-        a, b = max(self.at, start), min(self.at + self.n, stop)
-        return Stretch(a - start, self.own + a - self.at, max(0, b - a))
 
 
 class Shard(Tensor):

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from inrun import kernels
 from inrun.optimizers.common import widest
-from inrun.ranks.shards import Stretch
+from inrun.ranks.stretch import Stretch
 from inrun.ranks.world import World
 from inrun.scoring.clipping import Clipping
 from inrun.scoring.deals import Deal, deals, in_blocks, packs_of

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -26,8 +25,7 @@ from inrun.gradients.use import Use
 from inrun.optimizers.base import LinearMap, Part, Scale
 from inrun.ranks.world import ALONE, World
 from inrun.scoring import contraction_kernel
-from inrun.scoring.uses import Direction, Product, add_uses, complete_packs, joined_row_dots
-from inrun.torch_compat import flatten_dense_tensors
+from inrun.scoring.uses import Direction, Product, add_uses, fill_packs, joined_row_dots
 from inrun.validation.sweep import Gradients
 
 MEMORY = 2**28  # numbers of the directions of several targets that are held at a time
@@ -160,7 +158,7 @@ def contract(
     Q, device = len(some), some.device
     values, covered = [], set[str]()
     expected = torch.zeros(Q, dtype=torch.float64, device=device)
-    Direction.fill_packs(u)
+    packs = fill_packs(u)
     for micro in micros:
         total = torch.zeros(Q, micro.columns, dtype=torch.float64, device=device)
         dense: list[tuple[str, Tensor]] = []
@@ -189,6 +187,10 @@ def contract(
                 covered.update(names)
         values.append(total)
     if sums:
+        for pack in packs:
+            if covered.isdisjoint(pack.names):
+                expected += pack.along(G)
+                covered.update(pack.names)
         add_gradient(expected, {k: d for k, d in u.items() if k not in covered}, G)
     return torch.cat(values, dim=1), expected
 
@@ -197,17 +199,7 @@ def add_gradient(expected: Tensor, u: Mapping[str, Direction], G: Mapping[str, T
     """Add ⟨u_q, G⟩ to ``expected`` [Q]: of directions that were computed as they are, of the others
     with the batch as one example."""
     left, known = [], dict[Any, list[tuple[Tensor, Tensor]]]()
-    packed = set[str]()
-    for factors, names in complete_packs({k: d for k, d in u.items() if d.whole is not None}):
-        packed.update(names)
-        own, g, whole = [G[k] for k in names], factors.g, u[names[0]].whole
-        if g is None or not all(map(is_, own, factors.members)):  # clipped, for example
-            g = flatten_dense_tensors(own)
-        assert whole is not None
-        expected += (whole * g).sum(dtype=torch.float64)
-    for k, d in u.items() if len(packed) < len(u) else ():
-        if k in packed:
-            continue
+    for k, d in u.items():
         g = G[k]
         if len(expected) == 1 and d.known and g.is_contiguous() and not g.is_complex():
             pair = (contraction_kernel.in_order(d.of(0)), g)

@@ -17,7 +17,8 @@ from itertools import pairwise
 
 from torch import Size
 
-from inrun.ranks.shards import Stretch, whole
+from inrun.ranks.shards import whole
+from inrun.ranks.stretch import Stretch
 from inrun.ranks.world import World
 from inrun.scoring.joining import block
 from inrun.scoring.moved import ParamStep

@@ -14,7 +14,7 @@ from torch import Tensor
 from inrun.capture.micro_batch import MicroBatch
 from inrun.gradients import Record
 from inrun.gradients.nodes import Node, pull_back
-from inrun.ranks.shards import Stretch
+from inrun.ranks.stretch import Stretch
 from inrun.ranks.world import World
 
 NONE = Stretch(0, 0, 0)
@@ -26,27 +26,28 @@ class Players:
     micro-batch after the other and in each one rank after the other, as one process would have
     them.
 
-    Nobody's part is a player, too. With ``tokens=True`` players are examples, not positions.
+    Nobody's part of a micro-batch is a player, too, the same one on all ranks. With ``tokens=True``
+    players are examples, not positions.
     """
 
     micros: Sequence[MicroBatch]
     world: World
 
     def __post_init__(self) -> None:
-        counts = self.world.gather([players(m) for m in self.micros])
-        places = [(m, r, i) for r, own in enumerate(counts) for m, n in enumerate(own)
-                  for i in range(n)]  # fmt: skip
-        self.counts = [sum(own) for own in counts]  # by rank
-        self.order = sorted(range(len(places)), key=places.__getitem__)  # as they are received
-        self.own = [p for p, x in enumerate(self.order) if places[x][1] == self.world.rank]
-
-    @property
-    def all(self) -> int:
-        return len(self.order)
+        sizes = self.world.gather([(m.B, players(m)) for m in self.micros])
+        self.counts = [sum(n for _, n in own) for own in sizes]  # by rank: what it sends
+        received = [(m, 0, r, i) if i < B else (m, 1, 0, 0) for r, own in enumerate(sizes)
+                    for m, (B, n) in enumerate(own) for i in range(n)]  # fmt: skip
+        place = {who: p for p, who in enumerate(sorted({*received}))}
+        self.all, self.places = len(place), [place[who] for who in received]
+        first = sum(self.counts[: self.world.rank])
+        self.own = self.places[first : first + self.counts[self.world.rank]]
+        self.shares = [1 / self.places.count(p) for p in self.own]
 
     def by_example(self, values: Tensor) -> Tensor:
-        """From all players' values [..., C] to those of this rank's examples, nobody's last."""
-        values = values[..., self.own]
+        """From all players' values [..., C] to those of this rank's examples and last its share of
+        nobody's."""
+        values = values[..., self.own] * values.new_tensor(self.shares)
         found = values.new_zeros(*values.shape[:-1], sum(m.B for m in self.micros) + 1)
         at, place = 0, 0
         for m in self.micros:
@@ -68,7 +69,8 @@ class Players:
         parts = [torch.cat([own[:, x.at : x.at + x.n] for x in (*part, NONE)], 1) for part in dealt]
         parts = [part * self.world.share for part in parts]
         found = self.world.exchange(parts, self.counts).to(like.device)
-        return found[torch.tensor(self.order, device=like.device)]
+        places = torch.tensor(self.places, device=like.device)
+        return found.new_zeros(self.all, found.shape[1]).index_add_(0, places, found)
 
 
 def players(micro: MicroBatch) -> int:

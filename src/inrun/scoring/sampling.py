@@ -99,8 +99,10 @@ class Sampling:
         if self._game is None:
             return
         secant, sampled = by_example(self._columns, numbers["values"]), numbers["sampled"]
-        off, size = (secant - sampled).square().sum((1, 2)), sampled.square().sum((1, 2))
-        off, size = self._world.total(torch.stack([off, size]))
+        found = torch.stack([secant - sampled, sampled])  # [2, E, Q, B + 1]
+        own = self._world.total(found[..., :-1].square().sum((2, 3)))
+        nobody = self._world.total(found[..., -1])  # a rank has a part of it
+        off, size = own + nobody.square().sum(2)
         for e, _ in self.estimators:
             apart = max(0.0, float(off[e]) - self._noise[e]) ** 0.5
             bend = apart / math.sqrt(s) if (s := float(size[e])) > 0 else math.nan

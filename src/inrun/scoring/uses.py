@@ -5,7 +5,8 @@ with δ are summed by example together, on a GPU in one launch."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,13 +32,12 @@ class Direction:
     """u_q of one parameter for Q targets: K ⊙ v_q, or v_q where there is no factor K. ``part``: K
     belongs to a pack of parameters."""
 
-    __slots__ = ("_K", "_full", "_one", "part", "v", "whole")
+    __slots__ = ("_K", "_full", "_one", "part", "v")
 
     def __init__(self, v: Tensor, K: Tensor | None = None, part: Part | None = None) -> None:
         self.v, self._K, self.part = v, K, part  # v [Q, *W]
         self._full: Tensor | None = None
         self._one: Tensor | None = None  # of the only target
-        self.whole: Tensor | None = None  # likewise, of the whole pack, flat
 
     @property
     def K(self) -> Tensor | None:  # noqa: N802
@@ -54,7 +54,7 @@ class Direction:
 
     def free(self) -> None:
         """Keep v and K only: u is computed again when it is asked for."""
-        self._full = self._one = self.whole = None
+        self._full = self._one = None
 
     @property
     def known(self) -> bool:
@@ -78,27 +78,42 @@ class Direction:
             for d, x in zip(left, made, strict=True):
                 d._one = x
 
-    @staticmethod
-    def fill_packs(u: Mapping[str, Direction]) -> None:
-        """Compute u of whole packs, each in one product, for one target."""
-        if len(next(iter(u.values())).v) > 1:
-            return
-        for factors, names in complete_packs(u):
-            own = [u[k] for k in names]
-            whole = factors.K * flatten_dense_tensors([d.v for d in own])
-            for d, x in zip(own, factors.split(whole), strict=True):
-                d._one, d.whole = x, whole
+
+class Packed(NamedTuple):
+    """Directions of the members of a pack."""
+
+    names: list[str]
+    factors: Factors
+    u: Tensor  # flat
+
+    def along(self, G: Mapping[str, Tensor]) -> Tensor:
+        """⟨u, G⟩ over all members, in float64."""
+        own, g = [G[k] for k in self.names], self.factors.g
+        if g is None or not all(map(is_, own, self.factors.members)):  # clipped, for example
+            g = flatten_dense_tensors(own)
+        return (self.u * g).sum(dtype=torch.float64)
 
 
-def complete_packs(u: Mapping[str, Direction]) -> list[tuple[Factors, list[str]]]:
-    """The packs all of whose members are here, with their names in order. On a host; a GPU has
-    kernels that need none."""
-    found: dict[Factors, dict[int, str]] = {}
+def fill_packs(u: Mapping[str, Direction]) -> list[Packed]:
+    """Compute u of one target for each pack all of whose members are here, in one product. On a
+    host; a GPU has kernels that need no packs."""
+    some = next(iter(u.values())).v
+    if len(some) > 1 or not some.is_cpu:
+        return []
+    places: dict[Factors, dict[int, str]] = {}
     for k, d in u.items():
-        if d.part is not None and d.v.is_cpu:
-            found.setdefault(d.part.factors, {})[d.part.place] = k
-    complete = [(f, own) for f, own in found.items() if len(own) == len(f.members)]
-    return [(f, [own[i] for i in range(len(own))]) for f, own in complete]
+        if (part := d.part) is not None:
+            places.setdefault(part.factors, {})[part.place] = k
+    found = []
+    for factors, own in places.items():
+        if len(own) == len(factors.members):
+            names = [own[i] for i in range(len(own))]
+            packed = [u[k] for k in names]
+            whole = factors.K * flatten_dense_tensors([d.v for d in packed])
+            for d, x in zip(packed, factors.split(whole), strict=True):
+                d._one = x
+            found.append(Packed(names, factors, whole))
+    return found
 
 
 class Product:

@@ -349,6 +349,7 @@ class Generators:
     def __init__(self, work: str) -> None:
         self._work = work
         self._used: dict[str, bool] = {}  # does it draw from them?
+        self._begun: dict[str, tuple[int, Any]] = {}  # the last seed, and the state that it gives
         self._told = False
 
     @contextmanager
@@ -362,9 +363,9 @@ class Generators:
             if others and used is False:
                 continue
             state = source.state()
-            if not others or used or source.name in _TORCH:
-                source.seed(seed)
-            held.append((source, state, source.comparable(source.state())))
+            seeds = not others or used or source.name in _TORCH
+            begun = self._seed(source, seed) if seeds else source.comparable(state)
+            held.append((source, state, begun))
         try:
             yield
         finally:
@@ -372,6 +373,14 @@ class Generators:
             for source, state, begun in held:
                 drew = source.comparable(source.state()) != begun
                 self._leave(source, state, drew, ours)
+
+    def _seed(self, source: _Source, seed: int) -> Any:
+        """Seed a generator; returns the state that it has then, which is the same each time."""
+        source.seed(seed)
+        known = self._begun.get(source.name)
+        if known is None or known[0] != seed:
+            known = self._begun[source.name] = seed, source.comparable(source.state())
+        return known[1]
 
     def _leave(self, source: _Source, state: Any, drew: bool, ours: bool) -> None:
         """Restore a generator or not. ``drew``: it has moved; ``ours``: no other thread ran."""
