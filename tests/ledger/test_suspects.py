@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import pandas as pd
 import pytest
 
+from inrun.ledger import suspects
 from inrun.ledger.entries import MemoryLedger, StepEntry
 from inrun.ledger.signals import Window
-from inrun.ledger.suspects import SPREAD, STANDS, VALUES, _apart, _excess, by_values, removed
+from inrun.ledger.suspects import SPREAD, STANDS, VALUES, _excess, _others, by_values, removed
 
 LABELS, EACH, STEPS = 4, 60, 8
 
@@ -238,8 +241,12 @@ def test_the_number_of_wrong_ones_of_a_label_that_stands_out():
 
 def test_a_label_stands_out_among_right_ones_only():
     """Where fit and harm agree in the other labels, too, these have wrong ones."""
-    assert _apart(np.array([0.9, -0.2, -0.1, -0.3]))[0] > STANDS[1]
-    assert (_apart(np.array([0.9, 0.2, 0.1, 0.3])) == 0).all()
+    assert _others(np.array([0.9, -0.2, np.nan, -0.4])) == pytest.approx([-0.3, 0.25, 0.1, 0.35])
+    assert _others(np.array([0.9, np.nan])).tolist() == [0.0, 0.9]
+    for more, label in ((0.0, 2.0), (0.3, None)):  # wrong ones in the others, too
+        wrong = in_label(2, 0.4) | spread_evenly(more)
+        with patch.object(suspects, "STANDS", (0.1, 0.2)):
+            assert run(wrong, fits=0.5).suspects(0).attrs["window"]["label"] == label
 
 
 def test_a_visit_counts_as_much_as_the_model_knew():

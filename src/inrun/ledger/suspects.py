@@ -13,8 +13,9 @@ badly and hurt, so r is above 0 where there are some. It differs between labels 
 too (few validation rows of a label, or hard ones). So a label stands out if its r is far above the
 mean of the others, counted in spreads (of the others' r, at least ``SPREAD``), by the values of
 both halves of the window: s rises from 0 to 1 between the two of ``STANDS``. And the mean of the
-others must be below 0: otherwise there are wrong labels among them, too. Where no label stands out,
-wrong ones are spread evenly, or values are noise, and the fit alone is best. With s the highest of
+others must be below 0 by the whole window: otherwise there are wrong labels among them, too. Where
+no label stands out, wrong ones are spread evenly, or values are noise, and the fit alone is best.
+With s the highest of
 all labels, and for those that do not stand out the mean of their r,
 
     score = (1 + s r) · (fit − its lowest) + VALUES · ρ² · s of the label · harm⁺.
@@ -147,7 +148,7 @@ def _joined(
     r = np.array([[_correlation(fit.iloc[at], x.iloc[at]) for at in groups]
                   for x in (harm, both["a"], both["b"])])  # fmt: skip
     apart, (low, high) = np.minimum(_apart(r[1]), _apart(r[2])), STANDS
-    stands = np.clip((apart - low) / (high - low), 0, 1)
+    stands = np.clip((apart - low) / (high - low), 0, 1) * (_others(r[0]) < 0)
     agreement = _correlation(both["a"], both["b"])
     harm, most, factor = _z(harm), stands.max(), pd.Series(1.0, fit.index)
     median, weight = pd.Series(np.nan, fit.index), pd.Series(0.0, fit.index)
@@ -175,15 +176,21 @@ def _joined(
 
 
 def _apart(r: np.ndarray) -> np.ndarray:
-    """How far each label's r is above the mean of the others, in spreads of these; 0 where that
-    mean is not below 0."""
+    """How far each label's r is above the mean of the others, in spreads of these."""
     found = np.zeros(len(r))
     for c in np.flatnonzero(np.isfinite(r)):
         others = np.delete(r, c)
         others = others[np.isfinite(others)]
-        if len(others) and others.mean() < 0:
+        if len(others):
             found[c] = (r[c] - others.mean()) / max(SPREAD, others.std())
     return found
+
+
+def _others(r: np.ndarray) -> np.ndarray:
+    """The mean r of the labels other than each; 0 where there are none."""
+    known = np.isfinite(r)
+    n = known.sum() - known
+    return (np.nansum(r) - np.where(known, r, 0.0)) / np.maximum(n, 1)
 
 
 def _excess(above: np.ndarray) -> int:
