@@ -288,13 +288,17 @@ def suspects() -> str:
 
 
 def _rival(name: str, of: dict[str, list[float]]) -> str:
-    return f"{name} {mean(of[name]):.4f} ± {_error(of[name]):.4f}"
+    return f"{name} {mean(of[name]):.4f}{_spread(of[name])}"
 
 
 def _apart(name: str, cells: Sequence[dict[str, Any]]) -> str:
     """Suspects minus a rival, seed by seed."""
     found = [c["auroc"]["suspects"] - c["auroc"][name] for c in cells if name in c["auroc"]]
-    return f"{mean(found):+.4f} ± {_error(found):.4f}"
+    return f"{mean(found):+.4f}{_spread(found)}"
+
+
+def _spread(x: Sequence[float]) -> str:
+    return f" ± {_error(x):.4f}" if len(x) > 1 else ""
 
 
 def suspects_confidence() -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import pandas as pd
 import pytest
 
-from inrun.ledger import signals
+from inrun.ledger import suspects
 from inrun.ledger.entries import MemoryLedger, StepEntry
-from inrun.ledger.suspects import SPREAD, STANDS, VALUES, _apart, _excess, by_values, removed
+from inrun.ledger.signals import Window
+from inrun.ledger.suspects import SPREAD, STANDS, VALUES, _excess, _others, by_values, removed
 
 LABELS, EACH, STEPS = 4, 60, 8
 
@@ -60,6 +63,23 @@ def test_values_do_not_count_where_labels_are_alike(share):
     assert found["id"].tolist() == fit["id"].tolist()
     assert (found.attrs["window"]["hurt"] > 0) == (share > 0)
     assert (found.attrs["window"]["others"] >= 0) == (share > 0)
+
+
+def test_values_of_earlier_epochs_count_where_labels_are_known_late():
+    """Of a window of one epoch, in which every example has one visit, no two halves agree."""
+    wrong, n = in_label(2, 0.25), LABELS * EACH
+    rng, ledger = np.random.default_rng(1), MemoryLedger(["all"])
+    for step in range(6):  # two of an epoch
+        ids = np.arange(n)[step % 2 :: 2]
+        hard = np.abs(np.random.default_rng(4).normal(size=n))[ids]
+        margin = (0.5 - hard * 0.1 - wrong[ids]) if step >= 4 else -1 - hard
+        signals = np.stack([hard + wrong[ids], hard + wrong[ids], margin, ids % LABELS])
+        values = np.where(wrong[ids], -2.0, 0.5 * hard - 0.3) + 0.4 * rng.normal(size=len(ids))
+        ledger.append(StepEntry(step, ids, values[None, None], 0.1, signals=signals))
+    window = ledger.suspects(0).attrs["window"]
+    assert window["since"] == 4 and window["label"] == 2 and window["agreement"] > 0.3
+    asked = ledger.suspects(0, Window(4, 6)).attrs["window"]
+    assert asked["agreement"] is None and asked["label"] is None
 
 
 def test_values_that_turn_do_not_count():
@@ -221,8 +241,12 @@ def test_the_number_of_wrong_ones_of_a_label_that_stands_out():
 
 def test_a_label_stands_out_among_right_ones_only():
     """Where fit and harm agree in the other labels, too, these have wrong ones."""
-    assert _apart(np.array([0.9, -0.2, -0.1, -0.3]))[0] > STANDS[1]
-    assert (_apart(np.array([0.9, 0.2, 0.1, 0.3])) == 0).all()
+    assert _others(np.array([0.9, -0.2, np.nan, -0.4])) == pytest.approx([-0.3, 0.25, 0.1, 0.35])
+    assert _others(np.array([0.9, np.nan])).tolist() == [0.0, 0.9]
+    for more, label in ((0.0, 2.0), (0.3, None)):  # wrong ones in the others, too
+        wrong = in_label(2, 0.4) | spread_evenly(more)
+        with patch.object(suspects, "STANDS", (0.1, 0.2)):
+            assert run(wrong, fits=0.5).suspects(0).attrs["window"]["label"] == label
 
 
 def test_a_visit_counts_as_much_as_the_model_knew():
@@ -234,6 +258,6 @@ def test_a_visit_counts_as_much_as_the_model_knew():
     for i in (0, 9):
         _, second, third = history[i]
         assert found["margin"][i] == pytest.approx((0.2 * second + third) / 1.2)
-    plain = ledger.suspects(0, signals.Window(0, 3)).set_index("id").sort_index()
+    plain = ledger.suspects(0, Window(0, 3)).set_index("id").sort_index()
     assert plain["margin"][9] == pytest.approx(history[9].mean())
     assert found["visits"].eq(2).all() and plain["disagreed"][9] == pytest.approx(2 / 3)

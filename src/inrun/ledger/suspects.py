@@ -13,8 +13,9 @@ badly and hurt, so r is above 0 where there are some. It differs between labels 
 too (few validation rows of a label, or hard ones). So a label stands out if its r is far above the
 mean of the others, counted in spreads (of the others' r, at least ``SPREAD``), by the values of
 both halves of the window: s rises from 0 to 1 between the two of ``STANDS``. And the mean of the
-others must be below 0: otherwise there are wrong labels among them, too. Where no label stands out,
-wrong ones are spread evenly, or values are noise, and the fit alone is best. With s the highest of
+others must be below 0 by the whole window: otherwise there are wrong labels among them, too. Where
+no label stands out, wrong ones are spread evenly, or values are noise, and the fit alone is best.
+With s the highest of
 all labels, and for those that do not stand out the mean of their r,
 
     score = (1 + s r) · (fit − its lowest) + VALUES · ρ² · s of the label · harm⁺.
@@ -38,7 +39,8 @@ confidence that in no label more than half are wrong.
 Before the model knows the labels the signals say how frequent a label is; so the window begins with
 the first epoch in which the model got the given labels right clearly more often than the most
 frequent label would, and goes on to the end. In the fit, a visit counts as much as the model knew
-in its epoch: from 0 where it got no more right than that to 1 in the best epoch. docs/method.md
+in its epoch: from 0 where it got no more right than that to 1 in the best epoch. Where that leaves
+one visit of each example, harm begins an epoch or more earlier, since it needs two. docs/method.md
 says on what rules and constants were chosen, and where they lose, and to whom
 (benchmarks/suspects.py).
 """
@@ -105,7 +107,8 @@ def suspects_table(
     total["label"] = total["low"].where(total["low"] == total["high"])
     scores = pd.concat([_z(total["loss"]), _z(total["el2n"]), -_z(total["margin"])], axis=1)
     fit = scores.mean(axis=1)
-    seen = None if values is None else _seen(total, values, chosen)
+    earlier = [int(x) for x in epochs["since"] if window.whole and x < chosen.since]
+    seen = None if values is None else _seen(total, values, chosen, earlier[::-1])
     if seen is None:
         total["suspicion"], total["confidence"] = fit.rank(), float("nan")
     else:
@@ -118,15 +121,21 @@ def suspects_table(
     return found
 
 
-def _seen(total: pd.DataFrame, values: Values, chosen: Choice) -> pd.DataFrame | None:
-    """Harm in both halves of the window, a and b; None where these do not tell anything."""
-    middle = (chosen.since + chosen.until) // 2
-    if not chosen.since < middle < chosen.until:
-        return None
-    halves = [Window(chosen.since, middle), Window(middle, chosen.until)]
-    both = pd.concat([values(w).reindex(total["id"]) for w in halves], axis=1, keys=["a", "b"])
-    both.index = total.index
-    return None if math.isnan(_correlation(both["a"], both["b"])) else both
+def _seen(
+    total: pd.DataFrame, values: Values, chosen: Choice, earlier: Iterable[int]
+) -> pd.DataFrame | None:
+    """Harm in both halves of the window, a and b; None where these do not tell anything. Where no
+    example has two visits, the window begins at one of the ``earlier`` steps."""
+    for since in (chosen.since, *earlier):
+        middle = (since + chosen.until) // 2
+        if not since < middle < chosen.until:
+            continue
+        halves = [Window(since, middle), Window(middle, chosen.until)]
+        both = pd.concat([values(w).reindex(total["id"]) for w in halves], axis=1, keys=["a", "b"])
+        both.index = total.index
+        if not math.isnan(_correlation(both["a"], both["b"])):
+            return both
+    return None
 
 
 def _joined(
@@ -139,7 +148,7 @@ def _joined(
     r = np.array([[_correlation(fit.iloc[at], x.iloc[at]) for at in groups]
                   for x in (harm, both["a"], both["b"])])  # fmt: skip
     apart, (low, high) = np.minimum(_apart(r[1]), _apart(r[2])), STANDS
-    stands = np.clip((apart - low) / (high - low), 0, 1)
+    stands = np.clip((apart - low) / (high - low), 0, 1) * (_others(r[0]) < 0)
     agreement = _correlation(both["a"], both["b"])
     harm, most, factor = _z(harm), stands.max(), pd.Series(1.0, fit.index)
     median, weight = pd.Series(np.nan, fit.index), pd.Series(0.0, fit.index)
@@ -167,15 +176,21 @@ def _joined(
 
 
 def _apart(r: np.ndarray) -> np.ndarray:
-    """How far each label's r is above the mean of the others, in spreads of these; 0 where that
-    mean is not below 0."""
+    """How far each label's r is above the mean of the others, in spreads of these."""
     found = np.zeros(len(r))
     for c in np.flatnonzero(np.isfinite(r)):
         others = np.delete(r, c)
         others = others[np.isfinite(others)]
-        if len(others) and others.mean() < 0:
+        if len(others):
             found[c] = (r[c] - others.mean()) / max(SPREAD, others.std())
     return found
+
+
+def _others(r: np.ndarray) -> np.ndarray:
+    """The mean r of the labels other than each; 0 where there are none."""
+    known = np.isfinite(r)
+    n = known.sum() - known
+    return (np.nansum(r) - np.where(known, r, 0.0)) / np.maximum(n, 1)
 
 
 def _excess(above: np.ndarray) -> int:
