@@ -41,7 +41,7 @@ def blocks_by(each, **options):
     return apply
 
 
-SECANT = {"estimator": "secant"}  # of shards no orders are sampled
+SECANT = {"estimator": "secant"}  # sampled orders of shards: test_trainings.py
 CASES = {
     "before": Case(shard=blocks_by(before), micros=2, no_sync=True, watch=SECANT),
     "after": Case(
@@ -61,43 +61,36 @@ def graphs():
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def trained(rank, world):
+def trained(rank, world, name):
     no_warnings_of_the_compiler()
-    found = {}
-    for name, case in CASES.items():
-        checks, made = [], []
-
-        def count(model, made=made):
-            made.append(graphs())
-
-        counted = dataclasses.replace(case, clip=count)
-        run, state = train(counted, world, rank, checks=checks if name != "after" else None)
-        _, plain = train(case, world, rank, watched=False)
-        for a, b in zip(state, plain, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
-        found[name] = run.history(), run.steps()["void"].tolist(), made, checks
-    return found
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    return in_ranks(2, trained)
+    case, checks, made = CASES[name], [], []
+    counted = dataclasses.replace(case, clip=lambda model: made.append(graphs()))
+    run, state = train(counted, world, rank, checks=checks if name != "after" else None)
+    _, plain = train(case, world, rank, watched=False)
+    for a, b in zip(state, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+    return run.history(), run.steps()["void"].tolist(), made, checks
 
 
 def by_row(history):
     return history.set_index(["step", "id"])["value"]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_values_are_those_of_the_plain_model(ranks, name):
-    checks = []
+LONG = {"before", "wrapped"}  # with a check, whose coalitions are evaluated by compiled blocks
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(k, marks=[pytest.mark.slow] * (k in LONG)) for k in CASES]
+)
+def test_values_are_those_of_the_plain_model(name):
+    ranks, checks = in_ranks(2, trained, name), []
     alone, _ = train(dataclasses.replace(CASES[name], shard=None), 2, None, checks=checks)
     want = by_row(alone.history())
-    got = {k: v for found in ranks for k, v in by_row(found[name][0]).items()}
+    got = {k: v for found in ranks for k, v in by_row(found[0]).items()}
     assert got.keys() == set(want.index)
     assert max(abs(want[k] - v) for k, v in got.items()) < 1e-9 * want.abs().max()
     for found in ranks:
-        _, void, made, own = found[name]
+        _, void, made, own = found
         assert void == [None] * 4
         assert made[0] > 0 and made[-1] == made[1]  # compiled, and not again
         for check in own:
