@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import platform
 import sys
@@ -182,6 +183,55 @@ def loops(device):
     return results
 
 
+def recorded(device):
+    """Training with ``cuda_graphs=True`` beside training without: the same weights and values? On a
+    CPU with a stand-in for CUDA graphs."""
+    from helpers.loops import next_token
+    from helpers.tape import Dropped, TapeRecorder
+    from inrun.capture import signals
+    from inrun.gpt import GPT
+    from inrun.replay import replays
+
+    if device == "cpu":
+        replays.recorder_for = lambda device: TapeRecorder()
+        signals.FEW = 0  # NumPy's work is not recorded; a GPU has none of it
+    torch.set_default_dtype(torch.float32)
+    data = torch.randint(0, 23, (150, 5), generator=torch.Generator().manual_seed(1)).to(device)
+    results = []
+    for kind, half in itertools.product((GPT, Dropped), (False, True)):
+        weights, values = [], []
+        for graphs in (False, True):
+            torch.manual_seed(0)
+            model = kind(23, 8, 2, 2, 64).to(device)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+            run = inrun.watch(
+                model, optimizer, validation=[data[144:]], loss=next_token, estimator="secant",
+                cuda_graphs=graphs,
+            )  # fmt: skip
+            for step in range(24):
+                rows = torch.arange(6) + 6 * step
+                batch = data[rows]
+                with run.batch(rows):
+                    with torch.autocast(device, dtype=torch.bfloat16, enabled=half):
+                        loss = next_token(model, batch)
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+            values.append(run.history()["value"].to_numpy())
+            count, why = (run.replays.count, run.replays.why) if graphs else (0, None)
+            run.close()
+        apart = float((weights[0] - weights[1]).norm() / weights[0].norm())
+        R = float(np.corrcoef(*values)[0, 1])
+        results.append({
+            "model": kind.__name__, "recorded": "bfloat16 autocast" if half else "float32",
+            "replays": count, "why": why, "weights_apart": apart, "R": R,
+            "passed": count > 0 and apart < (1e-2 if half else 1e-4)
+            and (0.99 if half else 0.9999) <= R,
+        })  # fmt: skip
+    return results
+
+
 def environment(device):
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor(),
@@ -215,7 +265,7 @@ def main() -> None:
             worst[key] = max(worst.get(key, 0.0), r["relative_error"])
         line = "  ".join(f"{d} {e} {v:.1e}" for (d, e), v in worst.items())
         print(f"{name:24} {'ok ' if all(r['passed'] for r in found) else 'BAD'} {line}", flush=True)
-    for r in loops(options.device):
+    for r in (*loops(options.device), *recorded(options.device)):
         results.append(r)
         print(r, flush=True)
     passed = sum(r["passed"] for r in results)

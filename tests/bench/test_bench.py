@@ -26,7 +26,7 @@ from inrun.exact import reference
 
 TINY = ("--model", "gpt-1x32", "--batch", 3, "--length", 6, "--vocab", 11, "--device", "cpu")
 BRIEF = (*TINY, "--warmup", 1, "--steps", 2, "--rounds", 2)
-WATCHED = {"fast", "bitwise", "tangent", "ghost", "materialise", "every-4", "offload"}
+WATCHED = {"fast", "bitwise", "tangent", "ghost", "materialise", "every-4", "offload", "graphs"}
 
 
 @pytest.fixture(autouse=True)
@@ -302,7 +302,7 @@ def test_a_list_of_shapes_is_one_table(monkeypatch, tmp_path):
     text = console.export_text()
     assert "llama lora=2" in text and "2 × 4" in text and "vit" in text and "3, 3 targets" in text
     rows = [row for run in found["runs"] for row in run["rows"]]
-    variants = ["plain", "fast", "bitwise", "every-4", "offload"]
+    variants = ["plain", "fast", "graphs", "bitwise", "every-4", "offload"]
     assert [row["variant"] for row in rows] == variants * 2
     assert all(row["status"] == "ok" for row in rows), [row["message"] for row in rows]
     with pytest.raises(ValueError, match="--shapes other: choose finetune"):

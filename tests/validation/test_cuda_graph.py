@@ -287,7 +287,12 @@ def test_on_a_cpu_every_pass_runs_the_loss():
 
     Once.calls = 0
     with inrun.watch(
-        model, optimizer, validation=[(X[:3], Y[:3])], loss=loss, audit_every=0
+        model,
+        optimizer,
+        validation=[(X[:3], Y[:3])],
+        loss=loss,
+        audit_every=0,
+        halves_every=0,
     ) as run:
         for _ in range(6):
             with run.batch(range(8)):

@@ -82,8 +82,8 @@ def bench(
 
     plain: training without inrun. fast, bitwise: inrun as it comes, with either promise about the
     training. tangent: the paper's estimator. ghost, materialise: fast with that form forced.
-    every-4, offload: fast with these options. direct-loop, direct-vmap: the paper's Direct
-    baseline, all per-example gradients at once.
+    every-4, offload, graphs (cuda_graphs): fast with these options. direct-loop, direct-vmap: the
+    paper's Direct baseline, all per-example gradients at once.
     """
     common = {
         "validation": validation, "targets": targets, "dtype": dtype, "optimizer": optimizer,

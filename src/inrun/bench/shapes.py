@@ -59,7 +59,9 @@ def run_shapes(
     if out is not None:
         check_output(out, force=force, option="--out")
     device = Options.of(device=given.get("device")).device
-    given["variants"] = given.get("variants") or "plain,fast,bitwise,every-4,offload"
+    given["variants"] = given.get("variants") or "plain,fast,graphs,bitwise,every-4,offload"
+    if device == "cuda":  # passes are recorded after some that were equal
+        given["warmup"] = max(16, given.get("warmup") or 0)
     runs: list[dict[str, Any]] = []
     with console.status("") as status:
         for shape in SHAPES[name][device]:

@@ -115,6 +115,9 @@ class Watched(Trainer):
 
     def remark(self) -> str | None:
         void = self.run.steps()["void"].dropna()
+        replays = self.run.replays
+        if void.empty and replays is not None and replays.why is not None:
+            return f"{replays.count} passes were replayed ({replays.why})"
         if void.empty:
             return None
         return f"{len(void)} of {self.run.step} steps were not scored ({void.iloc[-1]})"
@@ -222,6 +225,7 @@ def _wide(x: Tensor) -> Tensor:
 VARIANTS: dict[str, Callable[..., Trainer]] = {
     "plain": Trainer,
     "fast": partial(Watched, training="fast"),
+    "graphs": partial(Watched, training="fast", cuda_graphs=True),
     "bitwise": partial(Watched, training="bitwise"),
     "tangent": partial(Watched, training="fast", estimator="tangent"),
     "ghost": partial(Watched, training="fast", form="ghost"),

@@ -140,7 +140,7 @@ class GraphCache:
         finally:
             torch.cuda.set_stream(before)  # after a failure torch leaves the graph's stream current
         if result is None:
-            _settle(weights[0].device)
+            settle(weights[0].device)
             return None
         self._pool = graph.pool()
         return _Graph(graph, [x for x in static if isinstance(x, Tensor)], result)
@@ -202,7 +202,7 @@ def twins(modules: Sequence[nn.Module], weights: Sequence[Tensor]) -> Iterator[l
             parameters[name] = p
 
 
-def _settle(device: torch.device) -> None:
+def settle(device: torch.device) -> None:
     """Clean up after a graph could not be made, so that later calls do not report its error.
 
     CUDA may still hold the error, and torch before 2.13 leaves the random generator in graph mode.

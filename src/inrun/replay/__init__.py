@@ -1,0 +1,1 @@
+"""Forward and backward passes that are recorded as CUDA graphs and replayed."""
