@@ -185,6 +185,47 @@ def test_a_hook_of_the_users_that_moves_rows():
     hook.remove()
 
 
+class Normed(nn.Module):
+    """Its normalisation is called by its own module, or with a factor that only the model knows."""
+
+    def __init__(self, own):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, D)
+        self.norm = nn.LayerNorm(D)
+        self.own, self.eps = own, 1e-5
+        self.double()
+
+    def forward(self, x, feature):
+        x = torch.tanh(self.first(x) + feature)
+        if self.own:
+            return self.last(self.norm(x))
+        return self.last(F.layer_norm(x, (D,), self.norm.weight, self.norm.bias, self.eps))
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["of the module", "of the model"])
+def test_a_factor_that_the_graph_does_not_show(own):
+    """The node of a layer norm does not say eps. It is run again along a direction."""
+    model = Normed(own)
+    capture, norm = new_capture(model, fast=False), model.norm
+    for step in range(8):
+        if step == 6:
+            assert capture.aside.followed == 1
+            model.eps = norm.eps = 0.1
+        model.zero_grad()
+        x, feature = inputs()
+        with capture.batch(B) as micro:
+            model(x, feature).pow(3).sum().backward()
+        if step == 6 and not own:
+            assert micro.void
+            continue
+        assert micro.void is None
+        (use,) = (x for x in micro.uses if x.call.name == "layer_norm")
+        u = {node: torch.randn(D).double() for node in use.nodes}
+        found = use.dots(use.along(u)).sum()
+        assert close(found, sum((u[n] * n.param.grad).sum() for n in u), 1e-9), step
+
+
 def test_autocast_turned_on_and_off():
     """The same calls give tensors of another type."""
     torch.manual_seed(0)

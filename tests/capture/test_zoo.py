@@ -8,7 +8,7 @@ from helpers.captures import captured, close, gradients_of, reference_rows, trai
 from helpers.zoo import ZOO
 from inrun.exact import reference
 from inrun.gradients.nodes import directions
-from inrun.scoring import coalitions
+from inrun.scoring import sampling
 from inrun.scoring.contraction import Direction, contract
 from inrun.tensors.derivative import VMAP_PAYS
 
@@ -49,7 +49,8 @@ def test_per_example_gradients(name, form, fast):
 def test_values(name, monkeypatch):
     """One real step after two others: secant+midpoint, Shapley values of the update, tangent and
     SGD values of every example."""
-    monkeypatch.setattr(coalitions, "ENOUGH", 0.0)  # sample until it is cheaper to take all
+    for limit in ("EARLY", "ENOUGH"):  # sample until it is cheaper to take all
+        monkeypatch.setattr(sampling, limit, 0.0)
     problem = ZOO[name]()
     model = problem.model
     params = list(trainable(model).values())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inrun.gradients.call import flatten
+from inrun.gradients.arguments import flatten
 
 A, B, C = torch.zeros(1), torch.ones(2), torch.full((3,), 2.0)
 

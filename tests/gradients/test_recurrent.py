@@ -13,7 +13,7 @@ from helpers.captures import captured, close, gradients_of, reference_rows, trai
 from helpers.zoo import Problem
 from inrun.capture.capture import Capture
 from inrun.gradients import Call
-from inrun.gradients.call import flatten
+from inrun.gradients.arguments import flatten
 from inrun.gradients.recurrent import recurrent
 from inrun.tensors.layout import Layout, tensors_in
 

@@ -37,10 +37,10 @@ import torch
 from torch import Tensor, nn
 
 from inrun.capture.graph import NUMBERS, Graph
-from inrun.capture.inputs import Hook, named_tensors
+from inrun.capture.inputs import named_tensors
 from inrun.capture.micro_batch import MicroBatch
 from inrun.capture.mode import PASSED_ON, dressed
-from inrun.capture.plan import Called, Met, Pass, Plan, Step, open_leaves
+from inrun.capture.plan import Called, Met, Pass, Plan, Start, Step, open_leaves
 from inrun.capture.provenance import Origin
 from inrun.capture.reading import OtherPlanError, Readings
 from inrun.capture.site import Site
@@ -71,7 +71,8 @@ class Aside:
     def __init__(self, interceptor: Interceptor) -> None:
         self.provenance, self.memo = interceptor.provenance, interceptor.memo
         self.run_site, self.mode = interceptor.run_known_site, interceptor.mode
-        self.readings = Readings(interceptor.keeper, interceptor.taps.blocks)
+        modules = self.provenance.modules
+        self.readings = Readings(interceptor.keeper, interceptor.taps.blocks, modules)
         self.plans: dict[Any, Plan | None] = {}  # None: left to the mode
         self._changes: dict[Any, int] = {}
         self._seen: set[Any] = set()  # signatures
@@ -91,6 +92,7 @@ class Aside:
         self._signed: Any = None
         self._class = dressed(self.call)
         self.on_loss: Callable[[Any, Any], None] | None = None  # gets losses of a followed pass
+        self.instead: Callable[[Plan], bool] = lambda plan: False  # may take a pass over
         self.provenance.on_unseen = self._unseen
 
     def new_batch(self, micro: MicroBatch) -> None:
@@ -123,12 +125,18 @@ class Aside:
         if known is None and signature in self.plans:
             return
         self.under_way = True
+        if known is not None and not known.options_unchanged:
+            known = None
+            del self.plans[signature]
         trusted = known is not None and known.passes % _AGAIN >= _PASSES
         self._graph = Graph(known.wanted if known is not None and trusted else None)
         if known is not None and trusted:
             known.passes += 1
+            if self.instead(known):
+                self.under_way = False
+                return
             self.plan, self._next, self._signed = known, 0, signature
-            self._hooks.append(known.start.register_forward_pre_hook(_Start(self)))
+            self._hooks.append(known.start.register_forward_pre_hook(Start(self.start)))
             return
         if signature not in self._seen:  # something in it may be compiled: that is seen now
             self._seen.add(signature)
@@ -388,13 +396,3 @@ class Aside:
         for number, node in sorted(self._graph.met, key=itemgetter(0)):
             self.readings.read(plan.steps[number], node)
         self.readings.begin_with(ends, self.micro)
-
-
-class _Start(Hook):
-    """The forward pre-hook of the module from which on the plan holds."""
-
-    def __init__(self, aside: Aside) -> None:
-        self.aside = aside
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self.aside.start()

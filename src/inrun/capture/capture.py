@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,14 @@ from inrun.gradients import Form
 from inrun.gradients.blocks import Blocks
 from inrun.ranks.shards import Shards
 from inrun.tensors.layout import tensors_in
+
+
+class Replays(Protocol):
+    """Stands in for passes of the model (replay/)."""
+
+    def batch(self, micro: MicroBatch) -> AbstractContextManager[None]: ...
+
+    def collect(self, micro: MicroBatch) -> None: ...
 
 
 class Capture:
@@ -98,6 +106,19 @@ class Capture:
         if shards is not None:  # FSDP puts other parameters into modules during a pass
             self.aside.compiled()
         self.backend = Backend(self)
+        self.params = params
+        self.replays: Replays | None = None
+
+    def alike(self, params: Mapping[str, Tensor]) -> Capture:
+        """A capture of other parameters of the model under the same names, with a mode that always
+        looks."""
+        taps, keeper = self.taps, self.keeper
+        own = Capture(
+            self.model, params, batch_dim=self.provenance.batch_dim, form=taps.form, fast=taps.fast,
+            directions=taps.directions, offload=keeper.offload,
+        )  # fmt: skip
+        own.aside.compiled()
+        return own
 
     @property
     def live(self) -> MicroBatch | None:
@@ -133,6 +154,7 @@ class Capture:
                 self.backend.stance(),
                 seen_functions(),
                 self._beside_shards(),
+                self._replayed(micro),
                 self.inputs.batch(),
                 self.interceptor.mode,
             ):
@@ -140,13 +162,7 @@ class Capture:
                     yield micro
                 finally:
                     self.aside.close()
-            micro.void = self.aside.reason
-            self.aside.collect()
-            if not micro.fired and micro.void is None:
-                shapes = [] if micro.met else self.provenance.shapes
-                dim, slots = self.provenance.batch_dim, self.provenance.slots
-                error = nothing_recorded(B, dim, slots, shapes)
-                self.on_empty(error, micro.backward)
+            self._complete(micro)
         except CaptureError as error:
             if tokens:
                 raise mixed_positions(error) from error
@@ -155,6 +171,23 @@ class Capture:
             self.aside.forget()
             self.interceptor.open(None)
             self.provenance.new_batch(0)
+
+    def _complete(self, micro: MicroBatch) -> None:
+        """The passes are over: add what was only followed or replayed; was anything recorded?"""
+        micro.void = self.aside.reason
+        self.aside.collect()
+        if self.replays is not None:
+            self.replays.collect(micro)
+        if not micro.fired and micro.void is None:
+            shapes = [] if micro.met else self.provenance.shapes
+            dim, slots = self.provenance.batch_dim, self.provenance.slots
+            self.on_empty(nothing_recorded(micro.B, dim, slots, shapes), micro.backward)
+
+    def _replayed(self, micro: MicroBatch) -> AbstractContextManager[None]:
+        """Recorded passes may stand in for the model's, where its rows are the examples."""
+        usual = self.replays is not None and self.provenance.slots is None
+        usual = usual and self.provenance.on_positions is None
+        return self.replays.batch(micro) if usual and self.replays is not None else nullcontext()
 
     def _beside_shards(self) -> AbstractContextManager[None]:
         """How FSDP gathers parameters is not looked at; inputs that it passes on keep origins."""
@@ -178,6 +211,7 @@ class Capture:
     def watch(self, params: Mapping[str, Tensor]) -> None:
         """The parameters to score, from the next batch on."""
         self.provenance.watch(params)
+        self.params = params
         self._forget()
 
     def close(self) -> None:
@@ -201,6 +235,10 @@ class Capture:
             yield
         finally:
             mode.paused = before
+
+    @property
+    def is_paused(self) -> bool:
+        return self.interceptor.mode.paused
 
     def planner(self, note: Callable[..., Tensor]) -> Interceptor:
         """An interceptor for a compiled graph: calls ``note`` in the place of taps.

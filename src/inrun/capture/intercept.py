@@ -21,16 +21,17 @@ from inrun.capture.aside import Aside
 from inrun.capture.inputs import Inputs
 from inrun.capture.memo import Key, Memo, Outcome, tensors_of
 from inrun.capture.micro_batch import Keeper, MicroBatch
-from inrun.capture.mode import PASSED_ON, Mode, opened
+from inrun.capture.mode import PASSED_ON, Mode, keeps_graph, opened
 from inrun.capture.outputs import Outputs
 from inrun.capture.pairs import halves
 from inrun.capture.provenance import OUTSIDE, PAIRS, Origin, any_batched, has_rows, shared_by_all
-from inrun.capture.site import Site, Taps, has_pure_form, rows_of
+from inrun.capture.site import Site, Taps, has_pure_form, put, rows_of
 from inrun.errors import data_without_ids, nested, number_of_all, refusal, transformed
 from inrun.gradients import op_rule
-from inrun.gradients.call import Place, flatten
+from inrun.gradients.arguments import flatten
+from inrun.gradients.call import Place
 from inrun.gradients.nodes import Node
-from inrun.tensors.autocast import current
+from inrun.tensors.autocast import Autocast, current
 from inrun.tensors.layout import Layout, Lost, in_place, name_of, tensors_in
 from inrun.tensors.owners import NOBODY, Owners
 from inrun.torch_compat import (
@@ -59,6 +60,7 @@ class Interceptor:
         self.inputs, self.outputs, self.provenance = inputs, outputs, outputs.provenance
         self.taps, self.keeper, self.memo = taps, keeper, memo
         self.micro: MicroBatch | None = None
+        self.backward_under: dict[str, Autocast] = {}  # at the last backward pass, by device
         self.calls, self.opened = 0, list[int]()  # calls seen; which were composite (planner)
         self.mode = Mode(self.call, () if memo is None else PASSED_ON)  # the planner counts all
         self.aside = Aside(self)
@@ -287,9 +289,8 @@ class Interceptor:
         return out
 
     def _note_output(self, out: Tensor, site: Site) -> None:
-        if site.mark is not None and self.provenance.note_known(out, site.mark):
-            return
-        if site.origin is not None:
+        known = site.mark is not None and self.provenance.note_known(out, site.mark)
+        if site.origin is not None and not known:
             self.provenance.note(out, site.origin)
 
     def _tap_several(
@@ -327,14 +328,14 @@ class Interceptor:
         pure = (before, index, value)
         if not batched:
             planning = self.memo is None
-            self.outputs.note_parametric(_put, pure, {}, target, planning=planning)
+            self.outputs.note_parametric(put, pure, {}, target, planning=planning)
             return
         layout = self.provenance.layout(before)
         leaves, spec = flatten(pure, {})
         nodes, operands = self.provenance.operands(leaves)
         saved = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
         rows = self.provenance.B
-        site = self.taps.written(_put, saved, spec, nodes, operands, rows, layout or Layout(0))
+        site = self.taps.written(put, saved, spec, nodes, operands, rows, layout or Layout(0))
         positions = None if layout is None else self.micro.positions(layout, rows, target.device)
         call = site.call.with_(leaves=saved, positions=positions)
         if layout is None or base_of(target) is not None:
@@ -352,7 +353,9 @@ class Interceptor:
 
     def _run_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         assert self.micro is not None
+        self.micro.again |= self.micro.backward or keeps_graph(func, args, kwargs)
         self.micro.backward = True
+        self.backward_under = {device: current(device) for device in ("cpu", "cuda")}
         if func is not torch.autograd.grad:
             args = tree_map(self._credit_to_nobody, args)
         if not self.provenance.expects_recomputation:
@@ -391,10 +394,3 @@ def _run(func: Any, leaves: Sequence[Any], site: Site) -> Any:
     """Run the operation on flat arguments."""
     args, kwargs = site.call.spec.unflatten(leaves)
     return func(*args, **kwargs)
-
-
-def _put(target: Tensor, index: Any, value: Tensor) -> Tensor:
-    """``target[index] = value`` as a function."""
-    out = target.clone()
-    out[index] = value
-    return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +69,7 @@ class MicroBatch:
     claims: dict[str, str] = field(default_factory=dict)  # that a parameter met, and in what
     fired: bool = False  # did a gradient arrive?
     backward: bool = False  # did a backward pass run?
+    again: bool = False  # did another, or might one have?
     void: str | None = None  # why it cannot be scored
     nobody: bool = False  # may records have a row more, for what belongs to no example?
     signals: Tensor | None = None  # [5, B] sums over the rows of losses (signals.py)
@@ -93,6 +94,30 @@ class MicroBatch:
     def met_nodes(self) -> Collection[Node]:
         """The nodes that met an example."""
         return self._records.keys()
+
+    def put_nodes(self, by_param: Mapping[int, Node | None]) -> None:
+        """Other nodes in the place of those of parameters, found by the parameter's ``id``."""
+
+        def other(node: Any) -> Any:
+            found = by_param.get(id(node.param)) if isinstance(node, Node) else None
+            return node if found is None else found
+
+        self._records = {other(node): records for node, records in self._records.items()}
+        self.uses = [use.with_nodes(other) for use in self.uses]
+
+    def take(self, other: MicroBatch) -> None:
+        """Add what another micro-batch with the same examples keeps; numbers that are read later
+        are copied."""
+        self.uses += other.uses
+        for node, records in other._records.items():
+            self._records.setdefault(node, []).extend(records)
+        self.fixed += other.fixed
+        self.together += other.together
+        self.doubts += [(name, flag.clone()) for name, flag in other.doubts]
+        self.claims |= other.claims
+        self.nobody = self.nobody or other.nobody
+        if self.signals is None and other.signals is not None:
+            self.signals = other.signals.clone()
 
     def forget(self) -> None:
         """Let go of all that is kept."""

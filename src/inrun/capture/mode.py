@@ -177,3 +177,9 @@ def dressed(call: Callable[[Any, Any, Any], Any]) -> type[nn.Parameter]:
 
     own = {"__torch_function__": classmethod(hand_over), "__deepcopy__": copied}
     return type("Parameter", (nn.Parameter,), own)
+
+
+def keeps_graph(func: Any, args: Any, kwargs: Any) -> bool:
+    """Are retain_graph or create_graph given to a function that runs a backward pass?"""
+    at = 3 if func is torch.autograd.grad else 2
+    return any(args[at : at + 2]) or any(map(kwargs.get, ("retain_graph", "create_graph")))

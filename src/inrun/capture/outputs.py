@@ -31,7 +31,7 @@ from inrun.capture.provenance import (
 )
 from inrun.capture.site import shape_of
 from inrun.errors import random_parameter, unseen_function
-from inrun.gradients.call import flatten
+from inrun.gradients.arguments import flatten
 from inrun.gradients.nodes import Node
 from inrun.tensors.follow import follow
 from inrun.tensors.indexing import written as written_layout

@@ -5,7 +5,7 @@ aside.py says what plans are for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -67,6 +67,13 @@ class Plan:
         self.called = [s for s in self.steps[self.stem :] if s.reads is None]
         self.read = len(self.steps) - self.stem - len(self.called)
         self.params = set[Tensor]().union(*(s.params for s in self.called))
+        read = [s.reads.option for s in self.steps[self.stem :] if s.reads is not None]
+        self._options = [x for x in read if x is not None]
+
+    @property
+    def options_unchanged(self) -> bool:
+        """Do modules have the options that the graph does not show?"""
+        return all(space.get(name) == value for space, name, value in self._options)
 
     @cached_property
     def wanted(self) -> Wanted:
@@ -208,6 +215,16 @@ def open_leaves(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
 
     yield from inside(args, "")
     yield from inside(kwargs, "")
+
+
+class Start(Hook):
+    """The forward pre-hook of the module from which on the plan holds."""
+
+    def __init__(self, start: Callable[[], None]) -> None:
+        self.start = start
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.start()
 
 
 class Called(Hook):

@@ -16,21 +16,22 @@ In the backward pass nothing of this runs in Python but ``list.append``, once fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from inrun.capture.micro_batch import Keeper, MicroBatch
 from inrun.capture.site import Site, kept_by
 from inrun.capture.tap import copy_loose, refuse_again
+from inrun.gradients import Call
 from inrun.gradients.blocks import Blocks
 from inrun.gradients.use import Use
 from inrun.tensors.autocast import Autocast, current
-from inrun.torch_compat import DisableTorchFunction, version_of
+from inrun.torch_compat import DisableTorchFunction, parameters_of, version_of
 
 if TYPE_CHECKING:
     from inrun.capture.plan import Step
@@ -41,6 +42,12 @@ _CASTS = ("ToCopyBackward0", *SHAPES)
 
 class OtherPlanError(Exception):
     """The autograd graph is another than planned, or a node of it does not say what it does."""
+
+
+Option = tuple[dict[str, Any], str, float]  # an attribute of a module and its value
+_NORMS: dict[str, tuple[type[nn.Module], int]] = {  # their modules, and where eps is in a call
+    "layer_norm": (nn.LayerNorm, 4), "group_norm": (nn.GroupNorm, 4), "rms_norm": (nn.RMSNorm, 3)
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,7 @@ class Reads:
     autocast: Autocast
     device: torch.device
     bytes: int  # of what is kept and of δ
+    option: Option | None = field(default=None, compare=False)  # what the node does not say
 
     @cached_property
     def versions(self) -> list[int]:
@@ -116,6 +124,26 @@ def _before_casts(node: Any) -> list[Any]:
     return found
 
 
+def option_of(call: Call, modules: Sequence[nn.Module]) -> Option | None:
+    """Where the factor of a call is that does not show in its node: eps of a normalisation, in the
+    module whose forward pass makes the call. None: there is none. Raises OtherPlanError where it
+    is not known where."""
+    if call.name not in _NORMS:
+        if any(isinstance(x, float) for x in call.leaves):
+            raise OtherPlanError
+        return None
+    (kind, at), weight = _NORMS[call.name], call.at(2, "weight")
+    eps = call.value(at, "eps", 1e-5)
+    own = None if weight is None else call.leaves[weight]
+    owners = [m for m in modules if own is not None and parameters_of(m).get("weight") is own]
+    if len(owners) != 1 or type(owners[0]).forward is not kind.forward:
+        raise OtherPlanError
+    space = vars(owners[0])
+    if "forward" in space or space.get("eps") != eps:
+        raise OtherPlanError
+    return space, "eps", eps
+
+
 @dataclass(eq=False)
 class Reading:
     """One operation of a pass, with what the backward pass leaves at its node."""
@@ -155,8 +183,8 @@ class Reading:
 class Readings:
     """The operations of a batch that were read from the graph."""
 
-    def __init__(self, keeper: Keeper, blocks: Blocks | None) -> None:
-        self.keeper, self.blocks = keeper, blocks
+    def __init__(self, keeper: Keeper, blocks: Blocks | None, modules: Sequence[nn.Module]) -> None:
+        self.keeper, self.blocks, self.modules = keeper, blocks, modules
         self._found: list[Reading] = []
 
     def how(self, site: Site, leaves: Sequence[Any], out: Tensor) -> tuple[Any, Reads | None]:
@@ -184,8 +212,12 @@ class Readings:
             x = getattr(node, name)
             found.append(Kept(i, name, x.shape, leaves[i].shape, x.dtype, version_of(x)))
             size += x.nbytes
+        try:
+            option = option_of(call.with_(leaves=leaves), self.modules)
+        except OtherPlanError:
+            return no
         autocast = current(out.device.type)
-        return node, Reads(output, tuple(found), autocast, out.device, size)
+        return node, Reads(output, tuple(found), autocast, out.device, size, option)
 
     def read(self, step: Step, node: Any) -> None:
         """Read an operation, and have its δ left at the node."""

@@ -307,7 +307,9 @@ def of_examples(micros: Sequence[MicroBatch]) -> Tensor | None:
 def means(sums: np.ndarray) -> np.ndarray:
     """[4, B] from [5, B]: loss, EL2N, margin and label, the means over the rows of each example."""
     if (sums[4] == 1).all():
-        return np.stack([-sums[0], sums[1], sums[0] - sums[2], sums[3]])
+        found = np.empty((4, sums.shape[1]), sums.dtype)
+        found[0], found[1], found[2], found[3] = -sums[0], sums[1], sums[0] - sums[2], sums[3]
+        return found
     count = np.where(sums[4] > 0, sums[4], np.nan)
     own, el2n, other, label = sums[:4] / count
     return np.stack([-own, el2n, own - other, np.where(sums[4] == 1, label, np.nan)])

@@ -35,8 +35,9 @@ from inrun.capture.tap import (
 from inrun.capture.tensor_map import Mark
 from inrun.errors import refusal
 from inrun.gradients import Call, Dense, Form, OpRule, Record, op_rule, replay
+from inrun.gradients.arguments import Spec, present
 from inrun.gradients.blocks import Blocks
-from inrun.gradients.call import RuleFunction, Spec, present
+from inrun.gradients.call import RuleFunction
 from inrun.gradients.nodes import Node
 from inrun.gradients.records import Aligned, wide_type
 from inrun.gradients.use import Linear, linear_in
@@ -309,3 +310,10 @@ def kept_by(node: Any, names: Sequence[str]) -> tuple[Tensor, ...]:
     kept = (getattr(node, name, None) for name in names)
     found = tuple(x for x in kept if x is not None)
     return found if len(found) == len(names) else ()
+
+
+def put(target: Tensor, index: Any, value: Tensor) -> Tensor:
+    """``target[index] = value`` as a function."""
+    out = target.clone()
+    out[index] = value
+    return out

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from inrun.errors import overwritten, refusal
 from inrun.gradients import Call
-from inrun.gradients.call import present
+from inrun.gradients.arguments import present
 from inrun.gradients.use import Linear, Use
 from inrun.tensors.autocast import no_autocast
 from inrun.torch_compat import (

@@ -7,7 +7,7 @@ which operand it is (see capture.py); records are in records.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -16,81 +16,16 @@ from torch import Tensor
 
 from inrun.gradients import cost
 from inrun.gradients.again import run_again
+from inrun.gradients.arguments import Spec
 from inrun.gradients.blocks import Blocks
 from inrun.gradients.owned import Positions
 from inrun.gradients.records import Aligned, Dense, Record, Replay, wide_type
 from inrun.tensors.autocast import Autocast, as_it_was
-from inrun.tensors.layout import Layout, Spread, name_of, tensors_in, to_rows
-from inrun.torch_compat import TreeSpec, tree_flatten, tree_unflatten
+from inrun.tensors.layout import Layout, Spread, name_of, to_rows
 
 # "grouped": for gradients of groups of examples. Those of a product come as cheap from its ghost
 # form; elsewhere the smaller form.
 Form = Literal["auto", "ghost", "materialise", "grouped"]
-
-
-@dataclass(frozen=True)
-class Spec:
-    """How leaves become arguments again.
-
-    ``nested`` has, for each argument that is a container of tensors, where its leaves begin.
-    """
-
-    positional: int
-    keywords: tuple[str, ...]
-    nested: Mapping[int, tuple[int, TreeSpec]] | None = None
-
-    def unflatten(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        n = self.positional
-        if self.nested is not None:
-            leaves = [self._argument(i, leaves) for i in range(n + len(self.keywords))]
-        return tuple(leaves[:n]), dict(zip(self.keywords, leaves[n:], strict=True))
-
-    def argument(self, position: int, keyword: str) -> int | None:
-        """The number of the argument given by position or keyword; None if it was not given."""
-        if position < self.positional:
-            return position
-        if keyword in self.keywords:
-            return self.positional + self.keywords.index(keyword)
-        return None
-
-    def place(self, argument: int) -> Any:
-        """Its leaf, or its leaves in their container."""
-        return self._argument(argument, range(2**30))
-
-    def value(self, argument: int, leaves: Sequence[Any]) -> Any:
-        return leaves[argument] if self.nested is None else self._argument(argument, leaves)
-
-    def _argument(self, i: int, leaves: Sequence[Any]) -> Any:
-        if self.nested is None:
-            return leaves[i]
-        if i in self.nested:
-            start, spec = self.nested[i]
-            return tree_unflatten(list(leaves[start : start + spec.num_leaves]), spec)
-        before = [spec.num_leaves - 1 for j, (_, spec) in self.nested.items() if j < i]
-        return leaves[i + sum(before)]
-
-
-def flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Spec]:
-    """The arguments as a flat list of leaves, and how to put them together again.
-
-    Like torch's pytree, but an argument that holds no tensors stays as it is: nearly every call is
-    then its arguments in a row, and taking it apart costs next to nothing.
-    """
-    leaves: list[Any] = []
-    nested: dict[int, tuple[int, TreeSpec]] = {}
-    for i, x in enumerate((*args, *kwargs.values())):
-        if isinstance(x, (list, tuple, dict)) and tensors_in(x):
-            inner, spec = tree_flatten(x)
-            nested[i] = len(leaves), spec
-            leaves += inner
-        else:
-            leaves.append(x)
-    return leaves, Spec(len(args), tuple(kwargs), nested or None)
-
-
-def present(of_leaves: Sequence[Any]) -> tuple[int, ...]:
-    """Indices of the entries that are not None."""
-    return tuple(i for i, x in enumerate(of_leaves) if x is not None)
 
 
 @dataclass(frozen=True)
@@ -193,6 +128,23 @@ RuleFunction = Callable[[Call, Tensor], Iterator[tuple[Any, Record]]]
 Place = Callable[[Call], "tuple[Layout | Spread | None, int]"]
 
 
+class Affine(NamedTuple):
+    """An operation y = f(x) W + b over the last dimension of x [..., I], for kernels that compute
+    many at once (scoring/uses_kernel.py). x, ``weight`` and ``bias`` are leaves.
+
+    A matrix W is [O, I], or [I, O] if ``transposed``. A vector W [I] multiplies number by number;
+    ``norm`` says what f does before: nothing, or it normalises as "layer_norm" or "rms_norm".
+    """
+
+    x: int
+    weight: int
+    bias: int | None = None
+    transposed: bool = False
+    matrix: bool = True
+    norm: str = ""
+    eps: float = 0.0
+
+
 class Sizes(NamedTuple):
     """Numbers kept per example in either form; for a product of matrices its T, I and O.
 
@@ -218,7 +170,8 @@ class OpRule:
     () where it is not or cannot be run again: then δ may be all that is kept (use.py).
 
     ``stacked`` runs several calls at once that differ in their numbers alone: the tensors of the
-    call that it is given have one more dimension in front.
+    call that it is given have one more dimension in front. ``affine`` says where the arguments of a
+    simple operation are, None if the call is not that simple.
 
     ``kept`` names what autograd keeps for its own backward pass and the rule can use.
 
@@ -239,6 +192,7 @@ class OpRule:
     place: Place | None = None
     linear: Callable[[Call], tuple[int, ...]] | None = None
     stacked: Callable[[Call], Tensor] | None = None
+    affine: Callable[[Call], Affine | None] | None = None
 
     def settled(self, call: Call, fast: bool, directions: int, eager: bool = True) -> Call:
         """The call with its form chosen, where that was left to us.
@@ -278,6 +232,7 @@ def register_op(
     several: bool = False,
     linear: Callable[[Call], tuple[int, ...]] | None = None,
     stacked: Callable[[Call], Tensor] | None = None,
+    affine: Callable[[Call], Affine | None] | None = None,
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Decorator: the function below gives the records of these operations.
 
@@ -288,8 +243,9 @@ def register_op(
     def decorate(rule: RuleFunction) -> RuleFunction:
         for func in funcs:
             _OP_RULES[func] = OpRule(
-                rule, weight, vectors, sizes, kept, several, linear=linear, stacked=stacked
-            )
+                rule, weight, vectors, sizes, kept, several, linear=linear, stacked=stacked,
+                affine=affine,
+            )  # fmt: skip
         return rule
 
     return decorate

@@ -7,15 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from inrun.gradients.call import (
-    Call,
-    present,
-    reduce_to,
-    register_op,
-    replay,
-    replay_leaf,
-    together,
-)
+from inrun.gradients.arguments import present
+from inrun.gradients.call import Affine, Call, reduce_to, register_op, replay, replay_leaf, together
 from inrun.gradients.records import Aligned, Record, Replay
 from inrun.tensors.layout import Spread
 
@@ -53,7 +46,19 @@ def _factor(call: Call) -> tuple[int, ...]:
     return present(call.nodes) if len(found) == 2 and len(present(call.nodes)) == 1 else ()
 
 
-@register_op("mul", "multiply", linear=_factor)
+def _scaled(call: Call) -> Affine | None:
+    """A vector times the last dimension of the other factor."""
+    first, second = call.at(0, "input"), call.at(1, "other")
+    if first is None or second is None:
+        return None
+    weight, x = (first, second) if call.nodes[first] is not None else (second, first)
+    shape = call.leaves[x].shape
+    if len(shape) < 2 or call.leaves[weight].shape != shape[-1:]:
+        return None
+    return Affine(x, weight, matrix=False)
+
+
+@register_op("mul", "multiply", linear=_factor, affine=_scaled)
 def mul(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """x · W: the gradient of one factor is δ times the other."""
     first, second = call.at(0, "input"), call.at(1, "other")

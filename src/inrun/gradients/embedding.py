@@ -11,7 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inrun.gradients.call import Call, Sizes, register_op
-from inrun.gradients.records import Aligned, Dense, Record, inner, merged, real, wide, wide_type
+from inrun.gradients.records import (
+    Aligned,
+    Cut,
+    Dense,
+    Record,
+    inner,
+    merged,
+    real,
+    wide,
+    wide_type,
+)
 from inrun.tensors.layout import Spread
 
 _CHOSEN = 2**26  # numbers
@@ -50,7 +60,12 @@ class Lookup(Record):
         at = self.ids + torch.arange(B, device=self.ids.device)[:, None] * self.size
         return out.index_add_(0, at.flatten(), self.delta.reshape(B * T, O)).view(B, self.size, O)
 
-    def part(self, cut: slice) -> Tensor:
+    def part(self, cut: Cut) -> Tensor:
+        if isinstance(cut, Tensor):
+            place = self.ids.new_full((self.size,), -1)
+            place[cut] = torch.arange(len(cut), device=cut.device)
+            ids = place[self.ids]
+            return Lookup(ids.clamp(min=0), self.delta * (ids >= 0)[..., None], len(cut)).rows()
         inside = (self.ids >= cut.start) & (self.ids < cut.stop)
         ids = torch.where(inside, self.ids - cut.start, 0)
         return Lookup(ids, self.delta * inside[..., None], cut.stop - cut.start).rows()

@@ -9,7 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inrun.gradients.call import Call, Sizes, reduce_to, register_op, replay, replay_leaf, together
+from inrun.gradients.call import (
+    Affine,
+    Call,
+    Sizes,
+    reduce_to,
+    register_op,
+    replay,
+    replay_leaf,
+    together,
+)
 from inrun.gradients.records import Dense, Pair, Record, wide_type
 
 
@@ -77,11 +86,29 @@ def _stacked(
     return run
 
 
+def _affine(
+    x: tuple[int, str], W: tuple[int, str], b: tuple[int, str] | None, transposed: bool
+) -> Callable[[Call], Affine | None]:
+    def found(call: Call) -> Affine | None:
+        inputs, weight, bias = call.at(*x), call.at(*W), None if b is None else call.at(*b)
+        if inputs is None or weight is None or call.spec.nested is not None:
+            return None
+        if bias is not None and call.leaves[bias] is None:
+            bias = None
+        outputs = call.leaves[weight].shape[1 if transposed else 0]
+        if bias is not None and call.leaves[bias].shape != (outputs,):  # broadcast
+            return None
+        return Affine(inputs, weight, bias, transposed)
+
+    return found
+
+
 @register_op(
     "linear", weight=(1, "weight"), vectors=((2, "bias"),),
     sizes=_sizes((0, "input"), (1, "weight")),
     linear=_of_rows((0, "input"), (1, "weight"), (2, "bias")),
     stacked=_stacked((0, "input"), (1, "weight"), (2, "bias"), transposed=False),
+    affine=_affine((0, "input"), (1, "weight"), (2, "bias"), transposed=False),
 )  # fmt: skip
 def linear(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """g_W = Σ_t δ_t ⊗ a_t, g_b = Σ_t δ_t."""
@@ -110,6 +137,7 @@ def _without_padding(record: Record, outputs: int) -> Record:
     "addmm", weight=(2, "mat2"), vectors=((0, "input"),), sizes=_sizes((1, "mat1"), (2, "mat2")),
     linear=_of_rows((1, "mat1"), (2, "mat2"), (0, "input")),
     stacked=_stacked((1, "mat1"), (2, "mat2"), (0, "input"), transposed=True),
+    affine=_affine((1, "mat1"), (2, "mat2"), (0, "input"), transposed=True),
 )  # fmt: skip
 def addmm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """b + x W with W of shape [I, O]."""
@@ -129,6 +157,7 @@ def addmm(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     "matmul", "mm", weight=(1, "other"), sizes=_sizes((0, "input"), (1, "other")),
     linear=_of_rows((0, "input"), (1, "other")),
     stacked=_stacked((0, "input"), (1, "other"), None, transposed=True),
+    affine=_affine((0, "input"), (1, "other"), None, transposed=True),
 )  # fmt: skip
 def matmul(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """x W with a matrix W on the right; anything else is replayed."""

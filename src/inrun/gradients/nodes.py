@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from inrun.gradients import embedding
 from inrun.gradients.again import run_again
-from inrun.gradients.call import Spec
+from inrun.gradients.arguments import Spec
 from inrun.tensors.autocast import Autocast, as_it_was, current
 from inrun.tensors.derivative import backward_twice, each, jvps
 from inrun.tensors.layout import name_of

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inrun.gradients.call import Call, reduce_to, register_op, replay_leaf, together
+from inrun.gradients.call import Affine, Call, reduce_to, register_op, replay_leaf, together
 from inrun.gradients.records import Aligned, Dense, Record, wide_type
 from inrun.tensors.layout import Layout, Spread
 from inrun.torch_compat import LAYER_NORM_STATISTICS
@@ -69,9 +69,22 @@ def _stacked(call: Call) -> Tensor:
     return y if b is None else y + b.view(each)
 
 
+def _one_dimension(call: Call) -> Affine | None:
+    """Over the last dimension alone, with a weight."""
+    weight, b = call.at(2, "weight"), None if call.name == "rms_norm" else call.at(3, "bias")
+    x, eps = call.at(0, "input"), 3 if call.name == "rms_norm" else 4
+    if x is None or weight is None or call.leaves[weight] is None:
+        return None
+    if len(call.value(1, "normalized_shape")) != 1:
+        return None
+    bias = b if b is not None and call.leaves[b] is not None else None
+    eps = call.value(eps, "eps", 1e-5)
+    return Affine(x, weight, bias, matrix=False, norm=call.name, eps=eps)
+
+
 @register_op(
     "layer_norm", "rms_norm", vectors=((2, "weight"), (3, "bias")),
-    kept=LAYER_NORM_STATISTICS, linear=_linear, stacked=_stacked,
+    kept=LAYER_NORM_STATISTICS, linear=_linear, stacked=_stacked, affine=_one_dimension,
 )  # fmt: skip
 def last_dimensions(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """Over the last dimensions, which the weight has the shape of."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from inrun.gradients.blocks import Blocks
 from inrun.tensors.derivative import jvp
 
 R = TypeVar("R", bound="Record")
+Cut: TypeAlias = slice | Tensor  # a part of a dimension, or these of its places
 
 
 @dataclass(eq=False)
@@ -40,7 +41,7 @@ class Record:
         """g_i for each example: [B, *W]."""
         raise NotImplementedError
 
-    def part(self, cut: slice) -> Tensor:
+    def part(self, cut: Cut) -> Tensor:
         """g_i for each example, of a part of W's first dimension: [B, n, …]."""
         return self.rows()[:, cut]
 
@@ -193,7 +194,7 @@ class Pair(Record):
         g = aligned(left).mT @ aligned(right)
         return g if g.shape[1:] == (n, m) else g[:, :n, :m]
 
-    def part(self, cut: slice) -> Tensor:
+    def part(self, cut: Cut) -> Tensor:
         if self.transposed:
             return replace(self, a=self.a[..., cut]).rows()
         return replace(self, delta=self.delta[..., cut]).rows()

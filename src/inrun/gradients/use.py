@@ -13,7 +13,7 @@ if it had run in the backward pass (``Use.records``).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from inrun.errors import overwritten
 from inrun.gradients import cost
-from inrun.gradients.call import Call, OpRule, present
+from inrun.gradients.arguments import present
+from inrun.gradients.call import Affine, Call, OpRule
 from inrun.gradients.owned import by_owner
 from inrun.gradients.records import Record, wide
 from inrun.tensors.autocast import no_autocast
@@ -42,11 +43,10 @@ class Linear:
     stacked: Callable[[Call], Tensor] | None  # runs several at once (``OpRule.stacked``)
     kind: Hashable  # equal for operations that differ in their numbers alone
     numbers: int  # of the largest tensor among the leaves
+    affine: Affine | None  # where its arguments are, if it is a simple one
 
     @staticmethod
-    def of(
-        call: Call, leaves: tuple[int, ...], stacked: Callable[[Call], Tensor] | None = None
-    ) -> Linear:
+    def of(call: Call, leaves: tuple[int, ...], rule: OpRule | None = None) -> Linear:
         nodes = tuple([n for i in leaves if (n := call.nodes[i]) is not None])
         others = [i for i, x in enumerate(call.leaves) if isinstance(x, Tensor) and i not in leaves]
         parts = [
@@ -55,7 +55,9 @@ class Linear:
         ]
         kind = call.func, call.spec.positional, call.spec.keywords, call.B, *parts
         numbers = max(call.leaves[i].numel() for i in (*leaves, *others))
-        return Linear(leaves, nodes, tuple(others), stacked, kind, numbers)
+        stacked, affine = (None, None) if rule is None else (rule.stacked, rule.affine)
+        simple = None if affine is None else affine(call)
+        return Linear(leaves, nodes, tuple(others), stacked, kind, numbers, simple)
 
     def versions(self, leaves: Sequence[Any]) -> list[int]:
         """How often each input was written to."""
@@ -83,6 +85,35 @@ class Use:
         self.B, self.nodes, dtype = call.B, linear.nodes, delta.dtype
         # in which the operation runs again: the range of float16 is too small
         self.dtype = torch.float32 if dtype == torch.float16 else dtype
+
+    def with_nodes(self, other: Callable[[Any], Any]) -> Use:
+        """The same use with ``other(node)`` in the place of each node."""
+        linear = replace(self.linear, nodes=tuple(map(other, self.linear.nodes)))
+        call = self.call.with_(nodes=tuple(map(other, self.call.nodes)))
+        return Use(call, linear, self.delta, self.versions[1:], self.rule)
+
+    @property
+    def origin(self) -> object:
+        """The same in every step."""
+        return self.linear
+
+    @property
+    def affine(self) -> Affine | None:
+        return self.linear.affine
+
+    @property
+    def x(self) -> Tensor:
+        """The input of an affine operation,"""
+        assert self.linear.affine is not None
+        x: Tensor = self.call.leaves[self.linear.affine.x]
+        return x
+
+    @property
+    def operands(self) -> tuple[Any, Any]:
+        """and the nodes of its weight and bias; None where there is none or it is fixed."""
+        a, nodes = self.linear.affine, self.call.nodes
+        assert a is not None
+        return nodes[a.weight], None if a.bias is None else nodes[a.bias]
 
     @property
     def bytes(self) -> int:
@@ -203,4 +234,4 @@ def linear_in(rule: OpRule | None, call: Call, directions: int) -> Linear | None
         kept = 2 * sum(call.leaves[i].nbytes for i in present(call.layouts))
         if not cost.remember(kept, directions):
             return None
-    return Linear.of(call, leaves, rule.stacked)
+    return Linear.of(call, leaves, rule)

@@ -21,7 +21,8 @@ from inrun.capture.site import Site
 from inrun.capture.tap import Tap, tapped
 from inrun.errors import CaptureError
 from inrun.gradients import Call, Record
-from inrun.gradients.call import flatten, operand
+from inrun.gradients.arguments import flatten
+from inrun.gradients.call import operand
 from inrun.gradients.embedding import Lookup
 from inrun.gradients.linear import padded
 from inrun.gradients.nodes import Node, value
