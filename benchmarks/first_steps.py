@@ -1,10 +1,12 @@
 """How right are values in the first steps? ``shapley`` and ``secant`` against exact Shapley values.
 
-    python benchmarks/first_steps.py [--seeds N] [--out FILE.json]
+    python benchmarks/first_steps.py [--models ...] [--batches 4 8 10] [--seeds N] [--lr 1e-3]
+        [--steps 0 1 2 ...] [--out FILE.json [--add]]
 
 Real AdamW steps of small models in float64, all coalitions of batches of 4, 8 and 10: correlation
 and relative error of both estimators in one run, and the step from which ``shapley`` needs no more
-sampled orders. The examples are random; the models start from random weights.
+sampled orders. The examples are random; the models start from random weights. ``--add`` keeps the
+runs that are in the file.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 import inrun
 from inrun.bench.machine import commit, hardware, versions
+from inrun.scoring import coalitions, thinned
 
 STEPS = (0, 1, 2, 5, 10, 19, 20, 40, 60)
 BATCHES = (4, 8, 10)
@@ -36,12 +40,13 @@ LR = 1e-3
 Batch = dict[str, Tensor]
 
 
-def language_model(kind: str) -> nn.Module:
+def language_model(kind: str, width: int = 24, layers: int = 2) -> nn.Module:
     import transformers  # not needed by the others
 
     sizes = {"vocab_size": 100, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     if kind == "gpt2":
-        sizes = {"vocab_size": 100, "n_embd": 24, "n_layer": 2, "n_head": 2, "n_positions": 32}
+        sizes = {"vocab_size": 100, "n_embd": width, "n_layer": layers, "n_head": 2}
+        sizes |= {"n_positions": 32}
         sizes |= {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
     else:
         sizes |= {"intermediate_size": 32, "num_key_value_heads": 1}
@@ -76,21 +81,25 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, torch.Generator], Batch]]] = {
     **{k: (lambda k=k: language_model(k), tokens) for k in ("gpt2", "llama", "mistral", "phi")},
     "convnet": (convnet, images),
+    # 0.8 million parameters: orders of a part of the coordinates (scoring/thinned.py)
+    "gpt2-wide": (lambda: language_model("gpt2", 128, 4), tokens),
 }
 
 
-def measure(name: str, B: int, seed: int) -> dict[str, Any]:
+def measure(
+    name: str, B: int, seed: int, lr: float = LR, steps: Sequence[int] = STEPS
+) -> dict[str, Any]:
     """One run: correlation and error of both estimators at the steps that are compared."""
     make, draw = MODELS[name]
     torch.manual_seed(seed)
     rng = torch.Generator().manual_seed(seed + 5)
     model = make().double().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     run = inrun.watch(model, optimizer, validation=[draw(6, rng)], loss=loss_of,
                       estimator=["shapley", "secant"], audit_every=0)  # fmt: skip
     checks = {}
-    for step in range(max(STEPS) + 1):
-        if step in STEPS:
+    for step in range(max(steps) + 1):
+        if step in steps:
             checks[step] = run.check()
         batch = draw(B, rng)
         with contextlib.redirect_stdout(io.StringIO()):
@@ -101,7 +110,7 @@ def measure(name: str, B: int, seed: int) -> dict[str, Any]:
     values = {e: run.history(estimator=e)["value"].to_numpy().reshape(-1, B)
               for e in ("shapley", "secant")}  # fmt: skip
     same = (values["shapley"] == values["secant"]).all(1)
-    found: dict[str, Any] = {"model": name, "batch": B, "seed": seed, "steps": {}}
+    found: dict[str, Any] = {"model": name, "batch": B, "seed": seed, "lr": lr, "steps": {}}
     found["sampled"] = int(np.argmax(same)) if same.any() else None
     for step, check in checks.items():
         assert check.table is not None
@@ -117,23 +126,28 @@ def measure(name: str, B: int, seed: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=LR)
+    parser.add_argument("--steps", nargs="+", type=int, default=list(STEPS))
+    parser.add_argument("--add", action="store_true")
+    parser.add_argument("--whole", action="store_true", help="orders of all coordinates")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/first_steps.json")
     args = parser.parse_args()
-    runs = []
-    for name in MODELS:
-        for B in BATCHES:
-            for seed in range(args.seeds):
-                runs.append(measure(name, B, seed))
-                row = runs[-1]["steps"]
-                cells = (f"{s}: {x['shapley']['R']:.4f}/{x['shapley']['error']:.3f}"
-                         for s, x in row.items())  # fmt: skip
-                print(name, B, seed, f"till {runs[-1]['sampled']}", *cells, flush=True)
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    data = {"runs": runs, "lr": LR, "date": now, "hardware": hardware(torch.device("cpu")),
-            "versions": versions(), "commit": commit()}  # fmt: skip
-    args.out.write_text(json.dumps(data, indent=1) + "\n")
-    print(f"wrote {args.out}")
+    if args.whole:
+        thinned.LARGE = coalitions.LARGE = sys.maxsize
+    runs = json.loads(args.out.read_text())["runs"] if args.add and args.out.exists() else []
+    data: dict[str, Any] = {"runs": runs, "commit": commit(), "versions": versions()}
+    data["hardware"] = hardware(torch.device("cpu"))
+    for seed, B, name in itertools.product(range(args.seeds), args.batches, args.models):
+        data["runs"].append(run := measure(name, B, seed, args.lr, args.steps))
+        run |= {"commit": commit(), "whole": args.whole}
+        cells = (f"{s}: {x['shapley']['R']:.4f}/{x['shapley']['error']:.3f}"
+                 for s, x in run["steps"].items())  # fmt: skip
+        print(name, B, seed, f"till {run['sampled']}", *cells, flush=True)
+        data["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        args.out.write_text(json.dumps(data, indent=1) + "\n")  # what is there so far
 
 
 if __name__ == "__main__":

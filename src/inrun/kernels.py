@@ -9,8 +9,10 @@ them serves: see ``usable``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,14 +36,73 @@ READABLE = (
 )  # fmt: skip
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = 4096  # numbers of a tensor per program
+_is_cuda, _dtype = attrgetter("is_cuda"), attrgetter("dtype")
+
+
+def reachable(t: Tensor) -> bool:
+    """Is it where kernels can run?"""
+    return AVAILABLE and t.is_cuda
 
 
 def usable(tensors: Sequence[Tensor]) -> bool:
     """Can the kernels work on these: on one GPU, dense, aligned, of a type they know?"""
-    return AVAILABLE and all(
-        t.is_cuda and t.is_contiguous() and t.data_ptr() % 16 == 0 and t.dtype in TYPES
-        for t in tensors
+    return (
+        AVAILABLE
+        and all(map(_is_cuda, tensors))
+        and all(map(Tensor.is_contiguous, tensors))
+        and not any(address % 16 for address in map(Tensor.data_ptr, tensors))
+        and {*map(_dtype, tensors)} <= {*TYPES}
     )
+
+
+class Trust:
+    """Whether a kernel is used: on each device, and for each ``kind`` of what it gets, once it has
+    given what torch's operations give. One that is compiled wrongly costs time, not right values.
+
+    Args:
+        what: the kernel is for.
+        limit: relative; how far its numbers may be off.
+        otherwise: what users notice where it is not used.
+    """
+
+    def __init__(self, what: str, limit: float, otherwise: str) -> None:
+        self.what, self.limit, self.otherwise = what, limit, otherwise
+        self.works: dict[Hashable, bool] = {}
+
+    def result(
+        self, device: torch.device, kernel: Callable[[], Tensor | None],
+        plain: Callable[[], Tensor], kind: Hashable = None,
+    ) -> Tensor:  # fmt: skip
+        """The kernel's numbers; those of ``plain`` where it gives None or is not used."""
+        key = device, kind
+        found, works = None, self.works.get(key)
+        if works is not False:
+            try:
+                found = kernel()
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except Exception as error:
+                if works:
+                    raise
+                self._doubt(key, f"{type(error).__name__}: {error}")
+        if found is not None and works:
+            return found
+        expected = plain()
+        if found is not None:
+            off = float((found - expected).norm()) / (float(expected.norm()) or 1.0)
+            if off <= self.limit:
+                self.works[key] = True
+            else:  # NaN is off
+                self._doubt(key, f"its values are off by {off:.1e}")
+        return expected
+
+    def _doubt(self, key: tuple[torch.device, Hashable], why: str) -> None:
+        self.works[key] = False
+        warnings.warn(
+            f"the kernel for {self.what} does not work on {key[0]} and is not used "
+            f"({why[:200]}): values are right without it, and {self.otherwise}",
+            stacklevel=3,
+        )
 
 
 def alike(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -146,3 +207,10 @@ if AVAILABLE:
         if even:
             n = tl.multiple_of(n, 16)
         return n
+
+    @triton.jit
+    def entry(table, t, i):  # type: ignore[no-untyped-def]
+        """Where the sampled entries i of tensor t are (scoring/samples.py): ``table`` has how many
+        there are, their stride and the first; the last one is repeated."""
+        count, stride = tl.load(table + t * 3), tl.load(table + t * 3 + 1)
+        return tl.load(table + t * 3 + 2) + tl.minimum(i, count - 1) * stride

@@ -66,7 +66,11 @@ def shifted(dtypes, kind, x, there=False):
     errors |= {"untouched": 0.0 if same else 1.0, "weights": 0.0, "factors": 0.0}
     if (weights is None) != (x is None) or (factors is None) != (kind is None):
         errors["untouched"] = 2.0
+    entries = sampled(step)
     for i, e in enumerate(exact):
+        ends = torch.stack([e.p, e.weights_at(0.0), e.weights_at(1.0)]).flatten(1)
+        off = _error(entries[:, i], ends[:, places_of(e.p.numel())])
+        errors["entries"] = max(errors.get("entries", 0.0), off)
         if weights is not None:
             errors["weights"] = max(errors["weights"], _error(weights[i], e.weights_at(x)))
         if factors is not None:
@@ -79,6 +83,19 @@ def shifted(dtypes, kind, x, there=False):
     again.weights_and_factors(x, kind)
     errors["told"] = float(again.bad.bool().tolist() != bad)
     return errors
+
+
+def places_of(size):
+    from inrun.scoring.samples import entries_of
+
+    return torch.from_numpy(entries_of(size)).to(torch.get_default_device())
+
+
+def sampled(step):
+    from inrun.scoring.samples import SAMPLED, table
+
+    sizes = tuple(p.numel() for p in step.p)
+    return step.sampled(table(sizes, step.p[0].device), SAMPLED)
 
 
 def _error(got, expected):
@@ -109,6 +126,7 @@ def test_weights_and_factors_are_those_of_the_rule(errors, name):
         1e-2 if name.startswith("half-") and "gradients" not in name else 1e-5
     )
     assert found["factors"] < 1e-4
+    assert found["entries"] < (1e-2 if name.startswith("half-") else 1e-5)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def test_all_orders_are_the_shapley_value_of_the_update(every, monkeypatch):
                 return orders[:, None].expand(-1, -(-blocks // 4), -1)
 
         monkeypatch.setattr(coalitions, "Orders", Every)
-        monkeypatch.setattr(coalitions, "ENOUGH", np.inf)
+        monkeypatch.setattr(sampling, "ENOUGH", np.inf)
         monkeypatch.setattr(coalitions, "FEW", 0)
     run, model, optimizer = watched()
     rows = torch.arange(4)
@@ -184,7 +184,7 @@ def test_sampling_ends_when_the_map_is_nearly_linear_and_is_looked_at_again(monk
     asked = []
     sample = coalitions.Game.values
     monkeypatch.setattr(coalitions.Game, "values", lambda *a: asked.append(1) or sample(*a))
-    run, model, optimizer = watched(lr=1e-4)
+    run, model, optimizer = watched(lr=1e-4, halves_every=0)
     run_length = 0
     while True:
         before = len(asked)
@@ -428,7 +428,7 @@ def test_a_kernel_is_used_once_it_has_given_what_torch_gives(kernel, monkeypatch
     drawn = orders.draw(5, rows.device)
     given = step, rows, v, orders, None, drawn, 0
     expected = game._by_torch(*given)
-    monkeypatch.setattr(coalitions, "_TRUSTED", {})
+    monkeypatch.setattr(coalitions._KERNEL, "works", {})
     monkeypatch.setattr(coalitions.Game, "_by_kernel", _raises if kernel == "raises" else by_kernel)
     if kernel == "right":
         assert torch.equal(game._of_rows(*given), expected)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ if kernels.AVAILABLE:
     import triton
     import triton.language as tl
 
-    from inrun.kernels import read_length, tensor_at
+    from inrun.kernels import entry, read_length, tensor_at
 
 Numbers = tuple[Any, Any, float, Any, Any]  # β₁, β₂, ε, η, decay of a parameter group
 
@@ -39,6 +40,7 @@ class AdamStep:
     groups: list[Numbers] = field(default_factory=list)
     bad: Tensor | None = None  # of each tensor: not 0 if its gradient is not finite
     _tables: dict[float | None, tuple[list[Tensor], Tensor]] = field(default_factory=dict)
+    _gradients: Any = None  # addresses
 
     @property
     def maps(self) -> Collection[str]:
@@ -59,6 +61,7 @@ class AdamStep:
         if groups is None or not kernels.usable(g) or len({x.dtype for x in g}) > 1:
             return None
         self.g, self.groups, self.bad = g, groups, None
+        self._gradients = kernels.pointers(g)
         return self
 
     def weights_and_factors(
@@ -71,22 +74,39 @@ class AdamStep:
         if x is not None:
             weights = into or kernels.alike(self.p, self.p[0].dtype)
         factors = None if kind is None else kernels.alike(self.p, torch.float32)
-        sizes = tuple([p.numel() for p in self.p])
+        sizes = self._sizes
         steps, there = self._steps(device)
-        table = self._table(x, weights or self.p, kept=into is not None)
-        g, K = kernels.pointers(self.g), kernels.pointers(factors or self.g)
+        table = self._table(x, weights or self.p, kept=weights is None or into is not None)
+        K = self._gradients if factors is None else kernels.pointers(factors)
         if self.bad is None:
             self.bad = torch.zeros(len(sizes), dtype=torch.int32, device=device)
         numbers, group = self._numbers(device), kernels.integers(self.group, device)
         for even, tensors, starts in kernels.chunks(sizes, device):
             _shift[(len(tensors),)](
-                table, g, K, kernels.integers(sizes, device), numbers, group, steps, self.bad,
-                tensors, starts, len(sizes), 0.0 if x is None else float(x),
+                table, self._gradients, K, kernels.integers(sizes, device), numbers, group, steps,
+                self.bad, tensors, starts, len(sizes), 0.0 if x is None else float(x),
                 kernels.type_of(self.p[0]), kernels.type_of(self.g[0]), kernels.type_of(self.m[0]),
                 there, POINT=x is not None, KIND=0 if kind is None else _KINDS[kind],
                 CHUNK=kernels.CHUNK, BLOCK=1024, EVEN=even,
             )  # fmt: skip
         return weights, factors
+
+    def sampled(self, table: Tensor, entries: int) -> Tensor:
+        """The weights now, w_∅ and w_B at sampled entries [3, parameters, entries]."""
+        device, count = self.p[0].device, len(self.p)
+        steps, there = self._steps(device)
+        found = torch.empty((3, count, entries), device=device)
+        _sampled[(count,)](
+            self._table(None, self.p, kept=True), self._gradients, self._numbers(device),
+            kernels.integers(self.group, device), steps, table, found, count,
+            kernels.type_of(self.p[0]), kernels.type_of(self.g[0]), kernels.type_of(self.m[0]),
+            there, ENTRIES=entries,
+        )  # fmt: skip
+        return found
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple([p.numel() for p in self.p])
 
     def _table(self, x: float | None, weights: list[Tensor], kept: bool) -> Tensor:
         """The addresses of p, m, v and of the weights to write, one after the other. Those of
@@ -194,3 +214,22 @@ if kernels.AVAILABLE:
                 tl.store(of_k + at, K, mask=inside)
         if tl.sum(unusual) > 0:
             tl.store(bad + t, 1)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _sampled(  # type: ignore[no-untyped-def]
+        table, gradients, numbers, group, steps, places, found, count,
+        P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, T: tl.constexpr, ENTRIES: tl.constexpr,
+    ):  # fmt: skip
+        t, i = tl.program_id(0), tl.arange(0, ENTRIES)
+        at = entry(places, t, i)
+        b1, a1, b2, a2, size, eps, decay = _scalars(numbers, group, steps, t, T)
+        p = tl.load(tensor_at(table, t, 0, 1, P) + at).to(tl.float32)
+        m = tl.load(tensor_at(table, count + t, 0, 1, M) + at).to(tl.float32)
+        v = tl.load(tensor_at(table, 2 * count + t, 0, 1, M) + at).to(tl.float32)
+        g = tl.load(tensor_at(gradients, t, 0, 1, G) + at).to(tl.float32)
+        without = b1 * m / (tl.sqrt(b2 * v) + eps)
+        with_batch = (b1 * m + a1 * g) / (tl.sqrt(b2 * v + a2 * g * g) + eps)
+        to = found + t * ENTRIES + i
+        tl.store(to, p)
+        tl.store(to + count * ENTRIES, decay * p - size * without)
+        tl.store(to + 2 * count * ENTRIES, decay * p - size * with_batch)

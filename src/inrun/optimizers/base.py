@@ -59,6 +59,10 @@ class WholeModel(Protocol):
         """The weights at ``x`` on the path w_∅ → w_B, written to the tensors ``into`` where these
         are given, and the factors K of the map ``kind``. None for what was not asked for."""
 
+    def sampled(self, table: Tensor, entries: int) -> Tensor:
+        """The weights now, w_∅ and w_B at some entries of each parameter [3, parameters, entries].
+        ``table`` says where (``kernels.entry``)."""
+
 
 # (g, w, state, options, x) -> K of a map, and the weights at the point x of the path w_∅ → w_B;
 # None where the function does not apply.

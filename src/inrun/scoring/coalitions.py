@@ -10,7 +10,8 @@ each is credited with what the update gains when it joins, coordinate by coordin
 This is the Shapley value of the update itself, with the validation loss linear between w_∅ and w_B.
 It adds up to ⟨∇ℓ, Ψ(ḡ) − Ψ(0)⟩ as the secant does, and costs one evaluation of the update for each
 example and order. A few coordinates at a time have orders of their own, so that four are enough for
-a large model. Few examples have few coalitions: then all are taken, and nothing is left to chance.
+a model of some size, and of a large one a part of the coordinates (thinned.py). Few examples have
+few coalitions: then all are taken, and nothing is left to chance.
 
 Several ranks: each evaluates a part of the coordinates for the examples of all ranks, whose
 gradients it is sent (deals.py, players.py). ``Sampling`` measures whether all this still matters.
@@ -19,10 +20,9 @@ gradients it is sent (deals.py, players.py). ``Sampling`` measures whether all t
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,39 +38,61 @@ from inrun.scoring.deals import Deal, deals, in_blocks, packs_of
 from inrun.scoring.joining import FEW, All, Joining, Orders, block
 from inrun.scoring.moved import ParamStep
 from inrun.scoring.path import Pack
-from inrun.scoring.players import Players
+from inrun.scoring.players import Players, rows_of
+from inrun.scoring.thinned import LARGE, Linear, pieces, stride_of
 from inrun.validation.sweep import Gradients
 
 if TYPE_CHECKING:
     from inrun.scoring.scorer import Step
 
-ENOUGH = 0.01  # relative standard error
 MOST = 32  # pairs of an order and its reverse
-SURE = 8  # numbers that a standard error is measured by, at least
+SURE = 8  # numbers that a standard error is measured by, at least; of thinned ones, samples
 PIECE = {"cpu": 2**17, "cuda": 2**26}  # numbers of a piece of a parameter, for all coalitions
-TRUST = 1e-3  # relative: how far the kernel's values may be off when it is first used
-_TRUSTED: dict[torch.device, bool] = {}  # does the kernel work there?
+_KERNEL = kernels.Trust("sampled orders", 1e-3, "the first steps take longer")
 
 
 @dataclass
 class Sampled:
     """The mean over pairs of orders, and its standard error; both [Q, C]. One entry of ``pairs`` is
-    the mean over all orders."""
+    the mean over all orders. ``linear``: what the secant says of the coordinates of each pair,
+    where these are a part of all."""
 
     pairs: list[Tensor] = field(default_factory=list)
+    linear: list[Tensor] = field(default_factory=list)
+
+    @property
+    def beside(self) -> bool:
+        """Is ``mean`` what must be added to the values of the secant?"""
+        return bool(self.linear) and bool(_error(self._apart).norm() < _error(self.pairs).norm())
+
+    @property
+    def _apart(self) -> list[Tensor]:
+        return [x - y for x, y in zip(self.pairs, self.linear, strict=True)]
+
+    @property
+    def _own(self) -> list[Tensor]:
+        return self._apart if self.beside else self.pairs
 
     @property
     def mean(self) -> Tensor:
-        return torch.stack(self.pairs).mean(0)
+        return torch.stack(self._own).mean(0)
 
     @property
     def error(self) -> Tensor:
-        if len(self.pairs) == 1:  # by all coalitions
-            return torch.zeros_like(self.pairs[0])
-        return torch.stack(self.pairs).std(0) / len(self.pairs) ** 0.5
+        return _error(self._own)
 
-    def enough(self) -> bool:
-        return bool(self.pairs) and bool(self.error.norm() <= ENOUGH * self.mean.norm())
+    def enough(self, error: float) -> bool:
+        """Is the relative standard error no larger?"""
+        if not self.pairs:
+            return False
+        size = torch.stack(self.pairs).mean(0).norm()
+        return bool(self.error.norm() <= error * size)
+
+
+def _error(samples: Sequence[Tensor]) -> Tensor:
+    if len(samples) == 1:  # by all coalitions
+        return torch.zeros_like(samples[0])
+    return torch.stack([*samples]).std(0) / len(samples) ** 0.5
 
 
 @dataclass(eq=False)
@@ -100,15 +122,41 @@ class Game:
         scored = packs_of(step.moved.steps, packs, names, world)
         return Game(Players(step.micros, world), scored, names, step.clipping, others)
 
-    def values(self, points: Sequence[Gradients], Q: int, seed: int) -> Sampled:
+    @cached_property
+    def stride(self) -> int:
+        """Orders are sampled of one in so many coordinates of large parameters. Of all on a GPU,
+        and where several ranks have dealt them out."""
+        own = [m for p in self.packs if p.elementwise for m in p.members]
+        if not (self.players.world.alone and all(m.p.is_cpu for m in own)):
+            return 1
+        return stride_of(m.p.numel() for m in own)
+
+    def values(
+        self, points: Sequence[Gradients], Q: int, seed: int, error: float, linear: Linear,
+        begin: int = SURE,
+    ) -> Sampled:  # fmt: skip
         """Values [Q, C] of a group of Q targets by sampled orders, more of them until their
-        standard error is small; by all coalitions, where these are no more than the next orders
-        would visit. ``seed``: of the orders."""
+        relative standard error is small; by all coalitions, where these are no more than the next
+        orders would visit.
+
+        Args:
+            seed: of the orders.
+            linear: the secant.
+            begin: samples of a large model to begin with.
+        """
         C, device = self.players.all, self.packs[0].members[0].g.device
         generator = torch.Generator(device)
         gram = self._gram() if self.clipping.norm is not None else None
         found = Sampled()
-        while not found.enough():
+        while self.stride > 1 and C > 1 and not found.enough(error):
+            n = len(found.pairs)
+            if n >= MOST * self.stride:
+                return found
+            samples = range(n, 2 * n or begin)
+            own = self._thinned(samples, points, Q, gram, generator, seed, linear)
+            found.pairs += list(own[0])
+            found.linear += list(own[1])
+        while not found.enough(error):
             least = 2 if Q * C >= SURE else 4
             pairs = len(found.pairs) or (1 if C < 2 else least)  # so many as there are already
             orders = Orders(C, pairs, generator)
@@ -130,10 +178,8 @@ class Game:
         shape, device = (joining.samples, Q, C), like.device
         total = torch.zeros(shape, dtype=widest(device), device=device)
         for deal in deals(self.packs, self.names, world):
-            names, step = list(deal.shapes), deal.step
-            at = [p.of(names, slice(0, Q)) for p in points]
-            means = [torch.stack([a[k] for a in at]).mean(0) for k in names]
-            v = torch.cat([x.reshape(Q, math.prod(x.shape[1:])) for x in means], 1)
+            step = deal.step
+            v = _flat(_gradients(points, deal, Q))
             size = block(step.g.device)
             for cut, slab, together in deal.slabs(C):
                 reseed(deal.place, slab.start)
@@ -144,6 +190,40 @@ class Game:
                         some = rows[:, a:b].contiguous(), v[:, own], joining, gram, drawn, first
                         total += self._of_rows(_piece(step, own), *some).to(total)
         total = world.total(total).to(device)
+        scale = points[0].scale
+        return total if scale is None else total * scale[:, None]
+
+    def _thinned(
+        self, samples: range, points: Sequence[Gradients], Q: int, gram: Tensor | None,
+        generator: torch.Generator, seed: int, linear: Linear,
+    ) -> Tensor:  # fmt: skip
+        """These samples of a part of the coordinates: what orders bring, and what the secant brings
+        [2, samples, Q, C]."""
+        C, players = self.players.all, self.players
+        total = torch.zeros(2, len(samples), Q, C, dtype=torch.float64)
+        size = block(total.device)
+        for deal in deals(self.packs, self.names, players.world):
+            step, own = deal.step, _gradients(points, deal, Q)
+            v, u = _flat(own), linear.directions(own)
+            reseed = partial(_reseed, generator, seed, deal.place)
+            if len(deal.shapes) > 1 or deal.size < LARGE:
+                reseed(0, samples.start)
+                rows = rows_of(deal.shapes, players.micros, step.g)
+                joining = Orders(C, len(samples), generator)
+                drawn = joining.draw(-(-deal.size // size), step.g.device)
+                flat = _piece(step, slice(None))
+                total[0] += self._of_rows(flat, rows, v, joining, gram, drawn, 0)
+                total[1] += linear.values(u, rows, players)
+                continue
+            reseed(1, samples.start)
+            own_orders = Orders(C, 1, generator)
+            permutation = partial(_permutation, seed, deal.place)
+            for x in pieces(deal, players, self.stride, samples, permutation):
+                drawn = own_orders.draw(-(-len(x.at) // size), step.g.device)
+                one = _piece(step, x.at), x.rows, v[:, x.at], own_orders, gram, drawn, 0
+                i = x.sample - samples.start
+                total[0, i] += x.weight * self._of_rows(*one)[0]
+                total[1, i] += x.weight * linear.values(u[:, x.at], x.rows, players)
         scale = points[0].scale
         return total if scale is None else total * scale[:, None]
 
@@ -161,29 +241,12 @@ class Game:
         self, step: ParamStep, rows: Tensor, v: Tensor, joining: Joining, gram: Tensor | None,
         drawn: object, first: int,
     ) -> Tensor:  # fmt: skip
-        """The values that some coordinates bring, for each sample: [samples, Q, C]. A kernel is
-        used on a device once it has given there what torch's operations give."""
-        device, found = rows.device, None
-        trusted = _TRUSTED.get(device)
-        if isinstance(joining, Orders) and trusted is not False:
-            try:
-                found = self._by_kernel(step, rows, v, joining, gram, drawn, first)
-            except torch.cuda.OutOfMemoryError:
-                raise
-            except Exception as error:
-                if trusted:
-                    raise
-                _distrust(device, f"{type(error).__name__}: {error}")
-        if found is not None and trusted:
-            return found
-        expected = self._by_torch(step, rows, v, joining, gram, drawn, first)
-        if found is not None:
-            off = float((found - expected).norm()) / (float(expected.norm()) or 1.0)
-            if off <= TRUST:
-                _TRUSTED[device] = True
-            else:  # NaN is off
-                _distrust(device, f"its values are off by {off:.1e}")
-        return expected
+        """The values that some coordinates bring, for each sample: [samples, Q, C]."""
+        given = step, rows, v, joining, gram, drawn, first
+        if not isinstance(joining, Orders):
+            return self._by_torch(*given)
+        by_kernel = partial(self._by_kernel, step, rows, v, joining, gram, drawn, first)
+        return _KERNEL.result(rows.device, by_kernel, partial(self._by_torch, *given))
 
     def _by_torch(
         self, step: ParamStep, rows: Tensor, v: Tensor, joining: Joining, gram: Tensor | None,
@@ -269,13 +332,10 @@ def _reseed(generator: torch.Generator, *numbers: int) -> None:
     generator.manual_seed(int(state[0]) >> 1)
 
 
-def _distrust(device: torch.device, why: str) -> None:
-    _TRUSTED[device] = False
-    warnings.warn(
-        f"the kernel for sampled orders does not work on {device} and is not used ({why[:200]}): "
-        "values are right without it, and the first steps take longer",
-        stacklevel=2,
-    )
+def _permutation(seed: int, place: int, n: int, turn: int) -> Tensor:
+    """Of the rows of a parameter, for a turn of the samples."""
+    rng = np.random.default_rng((seed, place, turn))
+    return torch.from_numpy(rng.permutation(n))
 
 
 def _still(g: Tensor, rows: Tensor, v: Tensor) -> bool:
@@ -284,7 +344,18 @@ def _still(g: Tensor, rows: Tensor, v: Tensor) -> bool:
     return rows.is_cpu and not (v.any() and (rows.any() or g.any()))
 
 
-def _piece(step: ParamStep, part: slice) -> ParamStep:
+def _gradients(points: Sequence[Gradients], deal: Deal, Q: int) -> dict[str, Tensor]:
+    """∇ℓ_q of the parameters of a deal, the mean over points: [Q, *W] each."""
+    at = [p.of(list(deal.shapes), slice(0, Q)) for p in points]
+    return {k: torch.stack([a[k] for a in at]).mean(0) for k in deal.shapes}
+
+
+def _flat(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Side by side: [Q, N]."""
+    return torch.cat([x.reshape(len(x), math.prod(x.shape[1:])) for x in tensors.values()], 1)
+
+
+def _piece(step: ParamStep, part: slice | Tensor) -> ParamStep:
     """Some coordinates of a parameter, flat."""
 
     def cut(x: object) -> object:

@@ -26,12 +26,14 @@ from inrun.optimizers.base import LinearMap, Part, Scale
 from inrun.ranks.world import ALONE, World
 from inrun.scoring import contraction_kernel
 from inrun.scoring.uses import Direction, Product, add_uses, fill_packs, joined_row_dots
+from inrun.scoring.uses_kernel import AtOnce
 from inrun.validation.sweep import Gradients
 
 MEMORY = 2**28  # numbers of the directions of several targets that are held at a time
 NODE_MEMORY = 2**26  # the same for a tensor that is made of parameters
 _LONG = 4  # numbers: so many are below four times bfloat16's rounding once in a million times
 _SMALL = 2**14  # numbers: so few are copied sooner than multiplied on their own
+Keep = Callable[[Mapping[str, Direction], Tensor | None], None]
 Products = tuple[Tensor, Tensor]  # ⟨u_q, g_i⟩ [Q, B] and ⟨u_q, G⟩ [Q]
 
 
@@ -44,8 +46,11 @@ def group_values(
     parts: Sequence[Sequence[str]],
     Q: int,
     contract: Callable[..., Products],
+    keep: Sequence[Keep | None] | None = None,
 ) -> list[Products]:
     """The products of a group of Q targets, through the maps of each estimator.
+
+    ``keep``: of each estimator, what receives its directions and factors on their values.
 
     ``ratios`` is ḡ/G where clipping gave each coordinate its own, ``contract`` the function below
     or the one for shards (sharded.py). One target: the whole model at once. Several: a few
@@ -56,9 +61,14 @@ def group_values(
     def some(names: Sequence[str], qs: slice) -> list[Products]:
         v = _mean([p.of(names, qs) for p in points])
         if next(iter(v.values())).is_cuda:  # once, for all kernels that will read them
-            v = {k: contraction_kernel.rows_in_order(x) for k, x in v.items()}
-        own = {k: G[k] for k in names}
-        return [contract(directions_through(f, v, ratios), own, micros) for f in maps]
+            v = dict(zip(v, contraction_kernel.all_rows_in_order([*v.values()]), strict=True))
+        own, found = {k: G[k] for k in names}, []
+        for f, receive in zip(maps, keep or [None] * len(maps), strict=True):
+            u = directions_through(f, v, ratios)
+            found.append(contract(u, own, micros))
+            if receive is not None:
+                receive(u, points[0].scale if Q > 1 else None)
+        return found
 
     if Q == 1:
         return some(list(G), slice(0, 1))
@@ -159,21 +169,25 @@ def contract(
     values, covered = [], set[str]()
     expected = torch.zeros(Q, dtype=torch.float64, device=device)
     packs = fill_packs(u)
-    for micro in micros:
+    uses = [_uses(micro, u.keys(), device) for micro in micros]
+    at_once = AtOnce.of(uses, u, G if sums else None)
+    if at_once is not None and at_once.sums is not None:
+        expected, covered = at_once.sums, set(u)
+    for i, micro in enumerate(micros):
         total = torch.zeros(Q, micro.columns, dtype=torch.float64, device=device)
         dense: list[tuple[str, Tensor]] = []
-        uses: list[Use | Product] = [*micro.uses]
+        left = uses[i] if at_once is None else at_once.add(total, i)
         for node, records in micro.nodes(u.keys()):
             for record in records:
                 if type(record) is Dense and node.param is not None:
                     rows = record.grads
                     dense.append((node.name, rows if rows.device == device else rows.to(device)))
-                elif type(record) is Pair and not record.a.is_complex():
-                    uses.append(Product(node, record.to(device)))
-                else:
+                elif not _is_product(record):
                     found = _products(node, record.to(device), u)
                     total[:, : found.shape[1]] += found
-        add_uses(total, uses, u)
+                elif record.like().device != device:
+                    left.append(_product(node, record, device))
+        add_uses(total, left, u)
         for kernel, pairs in _kinds(dense, u, G):
             names = [k for k, _ in pairs]
             with_G = sums and covered.isdisjoint(names)
@@ -193,6 +207,25 @@ def contract(
                 covered.update(pack.names)
         add_gradient(expected, {k: d for k, d in u.items() if k not in covered}, G)
     return torch.cat(values, dim=1), expected
+
+
+def _is_product(record: Record) -> bool:
+    return type(record) is Pair and not record.a.is_complex()
+
+
+def _product(node: Node, record: Record, device: torch.device) -> Product:
+    assert isinstance(record, Pair)
+    return Product(node, record.to(device))
+
+
+def _uses(micro: MicroBatch, names: Collection[str], device: torch.device) -> list[Use | Product]:
+    """What a micro-batch keeps on this device as inputs and δ, in records of these parameters as
+    well."""
+    found: list[Use | Product] = [*micro.uses]
+    for node, records in micro.nodes(names):
+        own = [r for r in records if _is_product(r) and r.like().device == device]
+        found += [_product(node, r, device) for r in own]
+    return found
 
 
 def add_gradient(expected: Tensor, u: Mapping[str, Direction], G: Mapping[str, Tensor]) -> None:

@@ -48,6 +48,14 @@ def rows_in_order(x: Tensor) -> Tensor:
     return x if _rows_in_order(x) else x.clone(memory_format=torch.contiguous_format)
 
 
+def all_rows_in_order(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same of several."""
+    contiguous = all(map(Tensor.is_contiguous, tensors))
+    if contiguous and not any(address % 16 for address in map(Tensor.data_ptr, tensors)):
+        return list(tensors)
+    return list(map(rows_in_order, tensors))
+
+
 def contract(
     rows: Sequence[Tensor],
     K: Sequence[Tensor] | None,
@@ -80,7 +88,7 @@ def contract(
             half = rows[0].dtype == torch.bfloat16
             _contract_many[(len(tensors), -(-B // BP), -(-Q // QP))](
                 *given, kernels.integers(strides[1], device), *types, BP=BP, Q=Q, QP=QP, HALF=half,
-                EVEN=even, EXACT=_exact(device), **_tiles(BP * QP, half), **how,
+                EVEN=even, EXACT=exact(device), **_tiles(BP * QP, half), **how,
             )  # fmt: skip
         else:
             BP = min(triton.next_power_of_2(B), _EXAMPLES)
@@ -122,7 +130,7 @@ def _tiles(results: int, half: bool) -> dict[str, int]:
 
 
 @lru_cache(maxsize=8)
-def _exact(device: torch.device) -> str:
+def exact(device: torch.device) -> str:
     """How float32 is multiplied: in three products of TF32, which keep its precision, where the
     device has tensor cores for them."""
     if device.type != "cuda" or torch.version.hip is not None:

@@ -20,6 +20,7 @@ from inrun.optimizers.common import sign
 from inrun.ranks.world import World
 from inrun.scoring.contraction import cancelling, unless
 from inrun.scoring.estimators import POINTS, Estimator
+from inrun.scoring.kept import LARGEST, Kept
 from inrun.scoring.path import Path
 from inrun.tensors.autocast import no_autocast
 from inrun.validation.validator import Validator
@@ -37,12 +38,32 @@ class Maps:
     def __init__(self, estimators: Sequence[Estimator], validator: Validator, world: World) -> None:
         self.estimators, self.validator, self.world = estimators, validator, world
         self.curvature = Curvature() if any(e.curvature for e in estimators) else None
+        # by estimator, directions of an earlier step that are used in this one; scorer.py adds them
+        self.kept: dict[int, Kept] = {}
         self._candidates: set[str] = set()  # vectors that may cancel
         self._looked_at: Any = None  # the state of the model when they were looked for
 
+    def keeping(self, step: Step, targets: int) -> dict[int, Kept]:
+        """Where the directions of this step are put, if there are none yet. Several ranks keep
+        none: they would have to agree on it."""
+        if self.kept or self.curvature is None or not self.world.alone:
+            return {}
+        if self.curvature.each_step(step.params):
+            return {}
+        if targets * sum(g.numel() for g in step.G.values()) > LARGEST:
+            return {}
+        return {e: Kept.of(step.clipping) for e, x in enumerate(self.estimators) if x.curvature}
+
+    def forget(self) -> None:
+        """The next step has directions of its own."""
+        self.kept = {}
+
     def of(self, step: Step, path: Path, thorough: bool) -> list[ByName]:
         """For each estimator, the linear map of each parameter; zero if the parameter's per-example
-        gradients cancel."""
+        gradients cancel. Of those whose directions are ``kept`` there is none."""
+        new = self.curvature is None or self.curvature.due(step.number, step.params)
+        if new or not all(own.fits(step.G) for own in self.kept.values()):
+            self.forget()
         cancelled = self._cancelling(step, thorough)
         made: dict[Any, ByName] = {}
 
@@ -53,15 +74,17 @@ class Maps:
             return made[kind]
 
         found = []
-        for e in self.estimators:
-            if self.curvature is None or not e.curvature:
+        for i, e in enumerate(self.estimators):
+            if i in self.kept:
+                own = {}
+            elif self.curvature is None or not e.curvature:
                 own = of_rules(e.kind, e.point)
             else:
                 if self.curvature.due(step.number, step.params):
                     self._observe(self.curvature, step, of_rules("secant", e.point))
                 found.append(self._inverse(self.curvature, step, e.damping, cancelled))
                 continue
-            found.append(own | {k: unless(flag, own[k]) for k, flag in cancelled.items()})
+            found.append(own | {k: unless(f, own[k]) for k, f in cancelled.items() if own})
         return found
 
     @property

@@ -5,7 +5,7 @@ that this rank evaluates.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,9 @@ from torch import Tensor
 
 from inrun.capture.micro_batch import MicroBatch
 from inrun.gradients import Record
+from inrun.gradients.embedding import Lookup
 from inrun.gradients.nodes import Node, pull_back
+from inrun.gradients.records import Cut
 from inrun.ranks.stretch import Stretch
 from inrun.ranks.world import World
 
@@ -57,6 +59,17 @@ class Players:
             at, place = at + n, place + m.B
         return found
 
+    def of_columns(self, values: Tensor) -> Tensor:
+        """From values by column [..., columns] of one process (conclude.py) to those of players."""
+        at, start = list[Tensor](), 0
+        for m in self.micros:
+            own = torch.arange(m.B, device="cpu") if m.slots is None else m.slots.cpu()
+            at.append(torch.where(own < 0, m.B, own) + start)
+            at.append(torch.full((int(m.nobody),), m.B + start, device="cpu"))
+            start += players(m)
+        found = values.new_zeros(*values.shape[:-1], self.all)
+        return found.index_add_(-1, torch.cat(at).to(values.device), values)
+
     def rows(
         self, shapes: Mapping[str, Sequence[int]], like: Tensor, cut: slice | None,
         dealt: Sequence[Sequence[Stretch]],
@@ -79,32 +92,61 @@ def players(micro: MicroBatch) -> int:
     return micro.B + nobody
 
 
+def touched(micros: Sequence[MicroBatch], name: str) -> Tensor | None:
+    """Which rows of a table the batch looks up; None of a parameter that is used otherwise."""
+    ids = []
+    for node, records in (x for m in micros for x in m.by_example([name], derived=True)):
+        for record in records:
+            if node.param is None or not isinstance(record, Lookup):
+                return None
+            ids.append(record.ids.flatten())
+    return torch.cat(ids).unique() if ids else None
+
+
 def rows_of(
     shapes: Mapping[str, Sequence[int]], micros: Sequence[MicroBatch], like: Tensor,
-    cut: slice | None = None,
+    cut: Cut | None = None,
 ) -> Tensor:  # fmt: skip
     """The per-example gradients of these parameters over all micro-batches of a step, side by side,
     nobody's part as one more row of its micro-batch: [C, N]. ``cut``: of one parameter, this part
     of its first dimension."""
-    C = sum(map(players, micros))
-    found = {k: like.new_zeros((C, *W)) for k, W in shapes.items()}
-    if cut is not None:
-        found = {k: like.new_zeros((C, cut.stop - cut.start, *W[1:])) for k, W in shapes.items()}
-    start = 0
+    C, found, start = sum(map(players, micros)), dict[str, Tensor](), 0
+    borrowed = set[str]()  # names whose numbers may be a record's own
     for micro in micros:
         for node, records in micro.by_example(list(shapes), derived=True):
             for record in records:
-                for k, g in _rows(node, record.to(like.device), cut).items():
-                    if k in found:  # with tokens=True perhaps a row for nobody who has nothing
-                        own = g[: players(micro)].to(like)
-                        found[k][start : start + len(own)] += own
+                for k, g in _rows(node, record.to(like.device), cut, shapes).items():
+                    own = g[: players(micro)].to(like)
+                    if k not in found and len(own) == C:
+                        found[k] = own
+                        borrowed.add(k)
+                        continue
+                    if k not in found:
+                        found[k] = like.new_zeros((C, *own.shape[1:]))
+                    elif k in borrowed:
+                        found[k] = found[k].clone()
+                        borrowed.remove(k)
+                    # with tokens=True perhaps a row for nobody who has nothing
+                    found[k][start : start + len(own)] += own
         start += players(micro)
-    return torch.cat([x.reshape(C, math.prod(x.shape[1:])) for x in found.values()], 1)
+    rows = [found[k].reshape(C, -1) if k in found else _nothing(C, W, like, cut)
+            for k, W in shapes.items()]  # fmt: skip
+    return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
 
-def _rows(node: Node, record: Record, cut: slice | None) -> dict[str, Tensor]:
-    """The per-example gradients of the parameters that a node is made of."""
+def _nothing(C: int, W: Sequence[int], like: Tensor, cut: Cut | None) -> Tensor:
+    """The gradients of a parameter that met no example."""
+    sizes = [*W]
+    if cut is not None:
+        sizes[0] = len(cut) if isinstance(cut, Tensor) else cut.stop - cut.start
+    return like.new_zeros(C, math.prod(sizes))
+
+
+def _rows(
+    node: Node, record: Record, cut: Cut | None, names: Collection[str]
+) -> dict[str, Tensor]:  # fmt: skip
+    """The per-example gradients of these among the parameters that a node is made of."""
     if node.param is not None:
         return {node.name: record.rows() if cut is None else record.part(cut)}
-    found = pull_back(node, record.rows())
+    found = {k: x for k, x in pull_back(node, record.rows()).items() if k in names}
     return found if cut is None else {k: x[:, cut] for k, x in found.items()}

@@ -22,7 +22,9 @@ if kernels.AVAILABLE:
     import triton
     import triton.language as tl
 
-SAMPLED = 8  # entries of each tensor, or all of a smaller one
+    from inrun.kernels import entry
+
+SAMPLED = 8  # entries of each tensor; of a smaller one the last is repeated
 _SMALL = 2**12  # numbers of a tensor that is sooner copied than looked at
 
 
@@ -34,52 +36,58 @@ def _places(size: int) -> tuple[int, int, int]:
     if stride > 2 and stride % 2 == 0:
         stride -= 1  # an odd stride does not stay in one column of a matrix
     last = size - 1 - (count - 1) * stride
-    start = int(np.random.default_rng(size).integers(last + 1)) if size else 0
+    start = int(np.random.default_rng(size).integers(last + 1))
     return count, stride, start
 
 
 def entries_of(size: int) -> np.ndarray:
     """The indices of the entries of a tensor of this size, flat."""
     count, stride, start = _places(size)
-    return start + stride * np.arange(count, dtype=np.int64)
+    return start + stride * np.minimum(np.arange(SAMPLED, dtype=np.int64), count - 1)
 
 
 class Sample:
-    """The sampled entries of tensors of one type and device. They can be read again, also after a
-    tensor was given other memory."""
+    """The sampled entries of tensors of one type and device, of those that are not empty. They can
+    be read again, also after a tensor was given other memory."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = list(tensors)
-        self._look(tuple([t.data_ptr() for t in tensors]))
+        self._given = list(tensors)
+        self._look(list(map(Tensor.data_ptr, tensors)))
 
-    def _look(self, pointers: tuple[int, ...]) -> None:
+    def _look(self, addresses: list[int]) -> None:
         """Find out how to read the tensors where they are now."""
-        self._pointers, self._sizes = pointers, tuple([t.numel() for t in self.tensors])
-        self._by_kernel = kernels.readable(self.tensors)
+        self._known = addresses
+        self.tensors = [t for t in self._given if t.numel()]
+        self._sizes = tuple([t.numel() for t in self.tensors])
+        self._by_kernel = bool(self.tensors) and kernels.readable(self.tensors)
         self._addresses: Tensor | None = None  # for the kernel
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        """The entries as they are now, concatenated."""
-        pointers = tuple([t.data_ptr() for t in self.tensors])
-        if pointers != self._pointers:
-            self._look(pointers)
-        return self._launch() if self._by_kernel else _copied(self.tensors, self._sizes)
+        """The entries as they are now [tensors, SAMPLED]."""
+        addresses = list(map(Tensor.data_ptr, self._given))
+        if addresses != self._known:
+            self._look(addresses)
+        if self._by_kernel:
+            return self._launch()
+        if not self.tensors:
+            return torch.empty(0, SAMPLED)
+        return _copied(self.tensors, self._sizes).view(-1, SAMPLED)
 
     def _launch(self) -> Tensor:
         first = self.tensors[0]
         if self._addresses is None:
-            self._addresses = kernels.uploaded(self._pointers, torch.int64, first.device)
-        table, n = _table(self._sizes, first.device)
-        found = torch.empty(n, dtype=first.dtype, device=first.device)
-        _read[(len(self._sizes),)](
-            self._addresses, table, found, kernels.READABLE[first.dtype], SAMPLED=SAMPLED
-        )
+            self._addresses = kernels.pointers(self.tensors)
+        found = torch.empty((len(self.tensors), SAMPLED), dtype=first.dtype, device=first.device)
+        _read[(len(self.tensors),)](
+            self._addresses, table(self._sizes, first.device), found,
+            kernels.READABLE[first.dtype], SAMPLED=SAMPLED,
+        )  # fmt: skip
         return found
 
 
 def sampled(tensors: Sequence[Tensor]) -> Tensor:
-    """The sampled entries of tensors of one type and device, concatenated."""
+    """The sampled entries of tensors of one type and device [tensors, SAMPLED]."""
     return Sample(tensors).read()
 
 
@@ -94,7 +102,7 @@ def by_kind(tensors: Sequence[Tensor]) -> list[Sample]:
 
 
 def _view(t: Tensor, size: int) -> Tensor:
-    """The entries of one tensor: a view, or a copy if it is not contiguous."""
+    """The entries of one large tensor: a view, or a copy if it is not contiguous."""
     (count, stride, start), own = _places(size), t.detach()
     own = own if own.is_contiguous() else own.flatten()
     return own.as_strided((count,), (stride,), own.storage_offset() + start)
@@ -130,12 +138,9 @@ def _plan(sizes: tuple[int, ...], device: torch.device) -> _Plan:
 
 
 @lru_cache(maxsize=64)
-def _table(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
-    """Count, stride, start and place in the result of each tensor's entries; entries in all."""
-    places = np.array([_places(n) for n in sizes], dtype=np.int64)
-    ends = places[:, 0].cumsum()
-    table = np.column_stack([places, ends - places[:, 0]])
-    return torch.from_numpy(table).to(device), int(ends[-1])
+def table(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Count, stride and start of each tensor's entries, for a kernel."""
+    return torch.tensor([_places(n) for n in sizes], dtype=torch.int64, device="cpu").to(device)
 
 
 if kernels.AVAILABLE:
@@ -144,10 +149,6 @@ if kernels.AVAILABLE:
     def _read(  # type: ignore[no-untyped-def]
         addresses, table, found, T: tl.constexpr, SAMPLED: tl.constexpr
     ):
-        t = tl.program_id(0)
-        count, stride = tl.load(table + t * 4), tl.load(table + t * 4 + 1)
-        start, place = tl.load(table + t * 4 + 2), tl.load(table + t * 4 + 3)
-        at = tl.arange(0, SAMPLED)
+        t, i = tl.program_id(0), tl.arange(0, SAMPLED)
         of_t = tl.load(addresses + t).to(tl.pointer_type(T))
-        x = tl.load(of_t + start + at * stride, mask=at < count, other=0.0)
-        tl.store(found + place + at, x, mask=at < count)
+        tl.store(found + t * SAMPLED + i, tl.load(of_t + entry(table, t, i)))

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from inrun.ranks.world import World
 from inrun.scoring.agreed import by_example
-from inrun.scoring.coalitions import Game
+from inrun.scoring.coalitions import SURE, Game
 from inrun.scoring.contraction import Products
 from inrun.scoring.estimators import POINTS, Estimator, Place
 from inrun.scoring.path import Path
+from inrun.scoring.thinned import Linear
 from inrun.validation.sweep import Gradients
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 NEAR = 0.005  # relative: what the secant may be off, in so many steps running:
 RUNNING = 3
+ENOUGH = 0.01  # relative standard error of sampled values
+EARLY = 0.03  # the same of a large model while the secant is off by more than the values are
 SLOW = 10.0  # seconds of a step after which the user is told what takes them
 
 log = logging.getLogger("inrun")
@@ -46,11 +50,13 @@ class Sampling:
         self._most = max([x.sampled for _, x in self.estimators], default=0)
         self._params = list[str]()
         self._begin_again()
+        self._samples = SURE  # of the last step
         self._game: Game | None = None
         self._said = False
 
     def _begin_again(self) -> None:
         self._near = self._sampled = self._audits = 0
+        self._bend = math.inf  # of the last step
 
     def begin(
         self, step: Step, path: Path, others: Callable[[], Sequence[Tensor]],
@@ -68,7 +74,7 @@ class Sampling:
             self._begin_again()
         if not self._wanted(step.audit):
             return
-        self._columns = columns
+        self._columns, self._most_samples = columns, SURE
         self._game = Game.of(step, path.packs, others(), self._world)
         E, Q, _ = numbers["values"].shape
         numbers["sampled"] = numbers["values"].new_full((E, Q, columns.B + 1), torch.nan)
@@ -84,23 +90,46 @@ class Sampling:
     def fill(
         self, numbers: Mapping[str, Tensor], qs: slice, at: Mapping[Place, Gradients], seed: int,
         products: Callable[[list[int], list[str]], Iterator[tuple[int, Products]]],
+        linear: Callable[[int], Linear],
     ) -> None:  # fmt: skip
         """Put the values of a group of targets beside those of the linear maps, by example.
         ``products``: values through the linear map, for parameters whose update is not elementwise.
+        ``linear``: the linear map of an estimator.
         """
         if self._game is None:
             return
         begun = time.perf_counter()
-        for e, estimator in self.estimators:
-            points = [at[x] for x in POINTS[estimator.point]]
-            found = self._game.values(points, qs.stop - qs.start, seed)
-            own = self._game.players.by_example(found.mean)
-            if self._game.left:
-                ((_, (linear, _)),) = products([e], self._game.left)
-                own = own + by_example(self._columns, linear)
+        secant = partial(_of_group, numbers["values"], qs)
+        found = self.credited(at, qs.stop - qs.start, seed, products, linear, secant)
+        for e, own, error, samples in found:
             numbers["sampled"][e, qs] = own
-            self._noise[e] += float(found.error.square().sum())
+            self._noise[e] += error
+            self._most_samples = max(self._most_samples, samples)
         self._tell(time.perf_counter() - begun)
+
+    def credited(
+        self, at: Mapping[Place, Gradients], Q: int, seed: int,
+        products: Callable[[list[int], list[str]], Iterator[tuple[int, Products]]],
+        linear: Callable[[int], Linear], secant: Callable[[int], Tensor],
+    ) -> Iterator[tuple[int, Tensor, float, int]]:  # fmt: skip
+        """For each estimator: its place, the values by example [Q, B + 1], the squared error of
+        their sampling, and how many samples were compared with the secant; nothing in a step in
+        which none are sampled. ``secant``: the linear values of an estimator [Q, C]. What later
+        steps go by is not changed."""
+        game = self._game
+        for e, estimator in self.estimators if game is not None else ():
+            assert game is not None
+            points = [at[x] for x in POINTS[estimator.point]]
+            error = EARLY if self._bend > 1 and game.stride > 1 else ENOUGH
+            begin = max(SURE, self._samples // 2)
+            found = game.values(points, Q, seed, error, linear(e), begin)
+            own = game.players.by_example(found.mean)
+            if found.beside:
+                own = own + by_example(self._columns, secant(e))
+            elif game.left:
+                ((_, (rest, _)),) = products([e], game.left)
+                own = own + by_example(self._columns, rest)
+            yield e, own, float(found.error.square().sum()), len(found.linear)
 
     def _tell(self, seconds: float) -> None:
         """Once, what a slow step waits for."""
@@ -109,7 +138,7 @@ class Sampling:
         self._said = True
         log.warning(
             "inrun: sampling orders of the examples took %.0f s of this step. The first steps do "
-            "so until the update is nearly linear: usually 45 to 60 of them, at most %d, the very "
+            "so until the update is nearly linear: at most %d of them, and the very "
             "first the longest. estimator='secant' does without, and its first steps are far off "
             "(docs/method.md, The first steps)",
             seconds, self._most,
@@ -129,15 +158,23 @@ class Sampling:
             bend = apart / math.sqrt(s) if (s := float(size[e])) > 0 else math.nan
             numbers["bend"][e] = bend
         bends = numbers["bend"][[e for e, _ in self.estimators]]
+        self._samples = self._most_samples
         if not bool(bends.isnan().all()):  # a learning rate of 0 says nothing
+            self._bend = float(bends.nan_to_num(nan=0.0).max())
             self._near = self._near + 1 if bool((bends <= NEAR).all()) else 0
             self._audits = self._audits if self._near else 0
         self._sampled += 1
 
     def state_dict(self) -> dict[str, Any]:
-        found = {"near": self._near, "sampled": self._sampled, "audits": self._audits}
+        found: dict[str, Any] = {"near": self._near, "sampled": self._sampled}
+        found |= {"audits": self._audits, "bend": self._bend, "samples": self._samples}
         return {**found, "params": list(self._params)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._near, self._sampled = state["near"], state["sampled"]
         self._audits, self._params = state["audits"], list(state["params"])
+        self._bend, self._samples = state.get("bend", math.inf), state.get("samples", SURE)
+
+
+def _of_group(values: Tensor, qs: slice, e: int) -> Tensor:
+    return values[e, qs]

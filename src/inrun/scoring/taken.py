@@ -14,9 +14,9 @@ precision inside (torch's Muon), whose matrix products differ from machine to ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,18 +37,15 @@ _WEIGHTS, _GRADIENT = "(weights)", "(gradient)"
 
 @dataclass
 class Piece:
-    """Parameters of one type and device: their numbers, or a sample of them, in one tensor."""
+    """Parameters of one type and device: all numbers of one, or a sample of each."""
 
-    params: list[Tensor]
-    expected: Tensor  # the predicted weights [numbers]
-    param_of: Tensor | None  # the parameter of each number [numbers]; None where there is only one
+    now: Callable[[], Tensor]  # reads the weights [parameters, numbers]
+    expected: Tensor  # the predicted ones
     allowed: Tensor  # the distance that counts as rounding [parameters]
-    sample: Sample | None = None  # of the weights; None: all of one parameter are compared
 
     def off(self) -> Tensor:
         """Whether any parameter is further from its prediction than rounding explains."""
-        now = self.params[0].detach().flatten() if self.sample is None else self.sample.read()
-        away = _norms(now.to(self.expected.dtype) - self.expected, self.param_of, len(self.params))
+        away = _norms(self.now().to(self.expected.dtype) - self.expected)
         return (~(away <= self.allowed)).any()  # NaN is off
 
 
@@ -96,7 +93,10 @@ def predict(moved: Moved, path: Path, of_sample: bool) -> Prediction:
     """Before the step: the weights after it, on a sample of each parameter or on all
     coordinates."""
     if of_sample:
-        if path.on_host:
+        if (found := path.sampled()) is not None:
+            weights = moved.once("weights", lambda: Sample([m.p for m in moved.steps]))
+            pieces = [_piece(moved.steps[0], weights.read, *found)]
+        elif path.on_host:
             packed = moved.once("packed kinds", lambda: _packed(moved, path))
             pieces = [kind.predicted(kind.read(path)) for kind in packed]
         else:
@@ -105,7 +105,7 @@ def predict(moved: Moved, path: Path, of_sample: bool) -> Prediction:
     else:
         ends = zip(moved.steps, path.point(0.0), path.point(1.0), strict=True)
         pieces = [
-            _piece([m], m.p.detach().flatten(), a.flatten(), b.flatten(), None)
+            _piece(m, partial(_row, m.p), _row(m.p), _row(a), _row(b))
             for m, a, b in ends
             if m.p.numel()
         ]
@@ -113,28 +113,27 @@ def predict(moved: Moved, path: Path, of_sample: bool) -> Prediction:
     return Prediction(pieces, of_sample, grads, [version_of(g) for _, g in grads if g is not None])
 
 
+def _row(p: Tensor) -> Tensor:
+    return p.detach().reshape(1, -1)
+
+
 def _piece(
-    members: list[ParamStep], w: Tensor, without: Tensor, expected: Tensor, param_of: Tensor | None
+    own: ParamStep, now: Callable[[], Tensor], w: Tensor, without: Tensor, expected: Tensor
 ) -> Piece:
-    """The prediction for some parameters from their weights before the step, and after it without
-    and with the batch."""
-    own, n = members[0], len(members)
+    """The prediction for some parameters like ``own``, from their weights before the step, and
+    after it without and with the batch [parameters, numbers]."""
     half = own.p.dtype not in TOLERANCE or own.rule.twin is not None
     tolerance = HALF_TOLERANCE if half else TOLERANCE[own.p.dtype]
     w, without = w.to(expected.dtype), without.to(expected.dtype)
-    moves = _norms(expected - w, param_of, n) + _norms(without - w, param_of, n)
-    rounding = 2 * torch.finfo(own.p.dtype).eps * _norms(w, param_of, n)
-    return Piece([m.p for m in members], expected, param_of, tolerance * moves + rounding)
+    moves = _norms(torch.stack([expected - w, without - w])).sum(0)
+    rounding = 2 * torch.finfo(own.p.dtype).eps * _norms(w)
+    return Piece(now, expected, torch.add(rounding, moves, alpha=tolerance))
 
 
-def _norms(x: Tensor, param_of: Tensor | None, n: int) -> Tensor:
-    """The norm of each parameter's numbers [n]."""
-    if x.is_complex():
-        x = x.abs()
-    if param_of is None:
-        return torch.linalg.vector_norm(x, dtype=torch.float64)[None]
-    squares = torch.zeros(n, dtype=torch.float64, device=x.device)
-    return squares.index_add_(0, param_of, x.double().square()).sqrt()
+def _norms(x: Tensor) -> Tensor:
+    """Of the last dimension."""
+    x = x.abs() if x.is_complex() else x
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
 
 
 class _Kind:
@@ -142,31 +141,24 @@ class _Kind:
 
     def __init__(self, members: list[ParamStep]) -> None:
         self.members, first = members, members[0]
-        self.counts = tuple([min(SAMPLED, m.p.numel()) for m in members])
         self.weights = Sample([m.p for m in members])
-        self.columns = [_WEIGHTS]  # and entries of the state with a number for each coordinate
-        self.numbers: list[str] = []  # those with one number for each parameter
+        self.columns = [_WEIGHTS]  # and entries of the state with a number for each coordinate,
         for k, x in first.state.items() if first.kind is not None else ():
-            if isinstance(x, Tensor) and x.shape == first.p.shape:
+            # or with one for each parameter: they may differ; numbers on the host may not
+            if isinstance(x, Tensor) and (x.shape == first.p.shape or x.device.type != "cpu"):
                 self.columns.append(k)
-            elif isinstance(x, Tensor) and x.device.type != "cpu":
-                self.numbers.append(k)  # they may differ; numbers on the host may not
 
     def predicted(self, read: dict[str, Tensor]) -> Piece:
         """The prediction for a sample of the weights, from what was read there."""
         members, first = self.members, self.members[0]
         w = read.pop(_WEIGHTS)
-        param_of = _param_of(self.counts, w.device)
         if first.kind is not None:
             g = read.pop(_GRADIENT)
-            read |= {k: read[k][param_of] for k in self.numbers}
             joined = ParamStep(w, g, first.rule, {**first.state, **read}, first.options)
             without, expected = joined.weights_at(0.0), joined.weights_at(1.0)
         else:  # the update needs whole parameters
             without, expected = (sampled([m.weights_at(x) for m in members]) for x in (0.0, 1.0))
-        piece = _piece(members, w, without, expected, param_of)
-        piece.sample = self.weights
-        return piece
+        return _piece(first, self.weights.read, w, without, expected)
 
 
 class _Scattered(_Kind):
@@ -175,20 +167,18 @@ class _Scattered(_Kind):
     def __init__(self, members: list[ParamStep]) -> None:
         super().__init__(members)
         together: dict[Any, list[tuple[str, list[Tensor]]]] = {}  # columns that one launch reads
-        for k in (*self.columns, *self.numbers):
+        for k in self.columns:
             own = [m.p if k == _WEIGHTS else m.state[k] for m in members]
             together.setdefault((own[0].dtype, own[0].device), []).append((k, own))
         self.samples = [
-            ([k for k, _ in columns], Sample([t for _, own in columns for t in own]), [
-                len(members) if k in self.numbers else sum(self.counts) for k, _ in columns
-            ])
+            ([k for k, _ in columns], Sample([t for _, own in columns for t in own]))
             for columns in together.values()
-        ]  # fmt: skip
+        ]
 
     def read(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for names, sample, lengths in self.samples:
-            found.update(zip(names, sample.read().split(lengths), strict=True))
+        for names, sample in self.samples:
+            found.update(zip(names, sample.read().chunk(len(names)), strict=True))
         if self.members[0].kind is not None:
             found[_GRADIENT] = sampled([m.g for m in self.members])
         return found
@@ -219,7 +209,8 @@ class _Packed(_Kind):
 
     def _entries(self, packs: Sequence[Tensor]) -> Tensor:
         own = zip(packs, self.entries, strict=True)
-        return torch.cat([x.flatten().index_select(0, which) for x, (_, which) in own])
+        found = [x.flatten().index_select(0, which) for x, (_, which) in own]
+        return torch.cat(found).view(-1, SAMPLED)
 
 
 def _packed(moved: Moved, path: Path) -> list[_Packed]:
@@ -231,10 +222,3 @@ def _packed(moved: Moved, path: Path) -> list[_Packed]:
             where[id(m)] = i, start
             start += m.p.numel()
     return [_Packed(members, where) for members in moved.kinds()]
-
-
-@lru_cache(maxsize=64)
-def _param_of(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """The parameter of each number, if parameter i has counts[i] of them."""
-    owner = torch.arange(len(counts), device="cpu")
-    return owner.repeat_interleave(torch.tensor(counts, device="cpu")).to(device)

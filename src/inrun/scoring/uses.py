@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from inrun import kernels
+from inrun.gradients.call import Affine
 from inrun.gradients.nodes import Node, directions
 from inrun.gradients.records import Pair, in_one_type, inner, wide
 from inrun.gradients.use import Use
@@ -116,13 +117,17 @@ def fill_packs(u: Mapping[str, Direction]) -> list[Packed]:
     return found
 
 
+_AFFINE = Affine(0, 1), Affine(0, 1, transposed=True)
+
+
 class Product:
-    """A ``Pair`` of a node, to be contracted with uses."""
+    """A ``Pair`` of a node, to be contracted with uses, whose attributes it has."""
 
     def __init__(self, node: Node, pair: Pair) -> None:
-        self.a, self.delta = in_one_type(pair.a, pair.delta)  # [B, T, I], [B, T, O]
-        self.nodes, self.transposed = (node,), pair.transposed
-        self.B, self.dtype = len(self.a), self.a.dtype
+        self.x, self.delta = in_one_type(pair.a, pair.delta)  # [B, T, I], [B, T, O]
+        self.nodes, self.origin, self.operands = (node,), node, (node, None)
+        self.B, self.dtype, self.affine = len(self.x), self.x.dtype, _AFFINE[pair.transposed]
+        self.transposed = pair.transposed
 
     def check(self) -> None:
         """Its tensors are nobody else's."""
@@ -130,22 +135,22 @@ class Product:
     @property
     def kind(self) -> Hashable:
         """Equal for products that run at once."""
-        return self.a.shape, self.delta.shape, self.dtype, self.transposed
+        return self.x.shape, self.delta.shape, self.dtype, self.transposed
 
     @property
     def numbers(self) -> int:
         """Of its largest tensor."""
-        inputs, outputs = self.a.shape[-1], self.delta.shape[-1]
-        return max(self.a.numel(), self.delta.numel(), inputs * outputs)
+        inputs, outputs = self.x.shape[-1], self.delta.shape[-1]
+        return max(self.x.numel(), self.delta.numel(), inputs * outputs)
 
     def along(self, u: Mapping[Any, Tensor]) -> Tensor:
         d = u[self.nodes[0]]
-        return self.a @ (d if self.transposed else d.mT)
+        return self.x @ (d if self.transposed else d.mT)
 
     @staticmethod
     def stacked(products: Sequence[Product], u: Mapping[Any, Tensor]) -> Tensor:
         """The same for several products of one kind [n, B, T, O]."""
-        a = torch.stack([p.a for p in products])  # [n, B, T, I]
+        a = torch.stack([p.x for p in products])  # [n, B, T, I]
         d = torch.stack([u[p.nodes[0]] for p in products])
         y = a.flatten(1, 2) @ (d if products[0].transposed else d.mT)
         return y.view(*a.shape[:-1], y.shape[-1])
