@@ -66,6 +66,9 @@ def test_values_of_a_window(ledger, since, until):
     np.testing.assert_array_equal(found["steps"], wanted.size())
     for name, shown in zip(SHOWN, ["signal loss", "el2n", "margin"], strict=True):
         np.testing.assert_allclose(found[shown], wanted[name].mean(), rtol=1e-6)
+    known = visits(since, until).dropna(subset="loss").sort_values("step").groupby("id")["loss"]
+    change = (known.last() - known.first()).where(known.size() > 1).reindex(found.index)
+    np.testing.assert_allclose(found["loss_change"], change, rtol=1e-5, atol=1e-6)
     history = ledger.history(0, Window(since, until))
     assert history["step"].between(since, until - 1).all()
     np.testing.assert_allclose(
@@ -150,7 +153,7 @@ def test_suspects_of_alike_labels_are_ranked_by_fit(ledger, by_value):
     window, found = found.attrs["window"], found.set_index("id").sort_index()
     rows = visits(3, 9)
     means = rows.groupby("id")[list(SHOWN)].mean()
-    score = (z(means["loss"]) + z(means["el2n"]) - z(means["margin"])) / 3
+    score = (z(means["el2n"]) - z(means["margin"])) / 2
     assert window["weight"] == 0 and window["label"] is None  # labels of four examples do not tell
     assert found["confidence"].notna().all() == by_value == (window["hurt"] is not None)
     np.testing.assert_allclose(found["suspicion"], score.rank() / N, rtol=1e-9)

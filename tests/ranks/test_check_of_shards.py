@@ -73,6 +73,7 @@ def test_check_is_that_of_one_process(two, name):
     compare(CHECKED[name], 2, [found[name] for found in two])
 
 
+@pytest.mark.slow
 def test_replicas_of_shards_and_casts():
     by_rank = in_ranks(4, checked, list(FOUR))
     compare(FOUR["hybrid"], 4, [found["hybrid"] for found in by_rank])

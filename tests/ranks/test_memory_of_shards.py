@@ -3,6 +3,7 @@ audited steps, and the records of the examples. Every storage is followed."""
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from benchmarks.sharded_memory import AUDITED, WARM, Live, train
@@ -17,6 +18,7 @@ def peaks(rank, world):
     return [train(rank, watch, Live(), SMALL) for watch in (False, True)]
 
 
+@pytest.mark.slow
 def test_tensors_of_a_rank():
     for (parameters, plain), (_, watched) in in_ranks(2, peaks):
         more = [(b - a) / (4 * parameters / 2) for a, b in zip(plain, watched, strict=True)]

@@ -186,6 +186,23 @@ def test_the_obvious_way(case):
     assert whole["credited"] + whole["decay"] == pytest.approx(drops.sum(), rel=1e-9)
 
 
+@pytest.mark.parametrize("make, close", [
+    (lambda p: torch.optim.RAdam(p, lr=0.02), 1e-9),
+    (lambda p: torch.optim.Adamax(p, lr=0.02), 1e-9),
+    (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1e-9),
+    (lambda p: torch.optim.AdamW(p, lr=0.02, amsgrad=True), 1e-9),
+    (lambda p: torch.optim.Muon([x for x in p if x.ndim == 2], lr=0.02), 2e-2),  # in bfloat16
+], ids=["radam", "adamax", "sgd", "amsgrad", "muon"])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:the loss inside run.batch also trains")  # biases, beside Muon
+def test_with_other_optimizers_everything_adds_up(make, close):
+    """With a window as long as the run nothing is older: all of each step is somebody's."""
+    run = watched(make)
+    found = carry_summary(run.steps("carry"))
+    size = run.steps("carry")["drop"].abs().sum()
+    assert abs(found["older"]) <= close * size
+    assert np.abs(of(run)).sum() > 0.5 * size > 0
+
+
 def test_the_values_of_a_run_are_the_drop_of_the_loss():
     make, _ = CASES["adamw"]
     losses = []

@@ -71,7 +71,7 @@ def test_targets_have_columns_and_value_is_their_mean():
         step(t)
     values = run.values()
     columns = ["id", "value", "first", "second", "steps", "scored"]
-    assert list(values.columns) == [*columns, "loss", "el2n", "margin"]
+    assert list(values.columns) == [*columns, "loss", "el2n", "margin", "loss_change"]
     assert np.allclose(values["value"], values[["first", "second"]].mean(axis=1))
     assert list(run.history().columns)[:5] == ["step", "id", "value", "first", "second"]
     alone, step, _ = problem(validation=targets["second"])

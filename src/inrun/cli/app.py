@@ -138,8 +138,7 @@ def top(
     lines.add_row(grid(table))
     if not as_json and by is By.value and target is None:
         steady = steadiness(saved, estimator, Window(since, until, half_life))
-        if steady is not None:
-            lines.add_row(Text(steady, "dim"))
+        lines.add_row(Text(safe(steady), "dim"))
     say(as_json, table.to_dict("records"), lines)
 
 

@@ -114,7 +114,7 @@ class Committed(LedgerTables):
     ) -> Iterator[pa.RecordBatch]:
         """Step, id, weight and the values of some targets, a limited number of rows at a time."""
         names = self.columns.values(estimator)
-        names = [*names, *(name for name, _ in FIELDS)]
+        names = [*names, *(name for name, _ in FIELDS), *self.columns.halves(estimator)]
         columns = ["step", "id", "weight", *(names[q] for q in targets)]
         rows = max(1, min(rows, max(1024, BATCH_CELLS // len(columns))))
         for part in parts:
@@ -282,7 +282,7 @@ class Committed(LedgerTables):
 
 
 def _selected(batch: pa.RecordBatch, columns: Sequence[str]) -> pa.RecordBatch:
-    """These columns in this order; signals that the file lacks are NULL, others are float64."""
+    """These columns in this order; those that the file lacks are NULL, others are float64."""
     found = []
     for name in columns:
         at = batch.schema.get_field_index(name)

@@ -10,12 +10,15 @@ import pandas as pd
 ROWS = 5  # of each table
 
 
-def run_html(line: str, ledger: Any = None) -> str:
-    """A line, and tables of the examples that hurt and that helped most, side by side."""
+def run_html(line: str, ledger: Any = None, steady: Any = None) -> str:
+    """A line, and tables of the examples that hurt and that helped most, side by side, with what is
+    known of their steadiness."""
     head = f"<code>inrun</code> {html.escape(line)}"
     tables = "" if ledger is None else _ends(ledger)
     if not tables:
         return head
+    if steady is not None:
+        head += f"<br>Steadiness: {_cell(str(steady), 1000)}"
     return f'<div>{head}</div><div style="display:flex;gap:3em">{tables}</div>'
 
 
@@ -36,7 +39,7 @@ def _table(title: str, rows: pd.DataFrame) -> str:
     return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
 
 
-def _cell(key: Any) -> str:
+def _cell(key: Any, length: int = 60) -> str:
     from inrun.console import safe  # ids of somebody else's data
 
-    return html.escape(safe(key, 60))
+    return html.escape(safe(key, length))

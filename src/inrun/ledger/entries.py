@@ -12,8 +12,9 @@ import pandas as pd
 import pyarrow as pa
 
 from inrun.ledger import LedgerError
-from inrun.ledger.audits import AUDITED, FORECASTS, audit_columns
+from inrun.ledger.audits import audit_columns
 from inrun.ledger.signals import SIGNALS, WHOLE, Window
+from inrun.ledger.steady import Steadiness
 from inrun.ledger.tables import (
     STEP_COLUMNS,
     LedgerTables,
@@ -22,6 +23,7 @@ from inrun.ledger.tables import (
 )
 from inrun.ledger.tokens import Tokens, arrays, fields
 
+_ARRAYS = ("nobody", "sums", "moved", "signals", "bend", "halves")  # of an entry, perhaps None
 ELSEWHERE = "the step is void on another rank"
 
 
@@ -50,6 +52,8 @@ class StepEntry:
     loss fell along the step, by the gradient halfway, and weight decay's part of that.
     ``bend`` [E] is how far the secant's values were off where orders of the examples were sampled
     instead (relative; NaN for other estimators), None where they were not.
+    ``halves`` [E, 2, B] are values by two halves of the step's validation rows (means over targets;
+    NaN for "carry"), None where they were not measured (ledger/steady.py).
     ``weight`` is 1/p, p the probability with which the step was chosen for scoring.
     """
 
@@ -67,6 +71,7 @@ class StepEntry:
     moved: np.ndarray | None = None
     signals: np.ndarray | None = None
     bend: np.ndarray | None = None
+    halves: np.ndarray | None = None
 
 
 class Ledger(Protocol):
@@ -106,110 +111,10 @@ class Ledger(Protocol):
         self, estimator: int, window: Window = WHOLE, values: bool = True
     ) -> pd.DataFrame: ...
     def steps(self, estimator: int) -> pd.DataFrame: ...
+    def steadiness(
+        self, estimator: int, window: Window = WHOLE, validation: Any = None
+    ) -> Steadiness: ...
     def tokens(self, estimator: int, id: Any = None, step: int | None = None) -> pd.DataFrame: ...
-
-
-class RunTables:
-    """The tables of a run, live or read from disk. Estimators go by name; None is the first."""
-
-    _ledger: Ledger
-    _names: Sequence[str]  # of the estimators
-
-    def _settled(self) -> Ledger:
-        """Returns the ledger when everything that was recorded is in it."""
-        return self._ledger
-
-    def _index(self, estimator: str | None) -> int:
-        """Returns the position of an estimator in the run's list."""
-        if estimator is None:
-            return 0
-        if estimator not in self._names:
-            raise LedgerError(
-                f"estimator {estimator!r} was not recorded; this run has {', '.join(self._names)}"
-            )
-        return list(self._names).index(estimator)
-
-    def values(
-        self, estimator: str | None = None, *, since: int | None = None, until: int | None = None,
-        half_life: float | None = None,
-    ) -> pd.DataFrame:  # fmt: skip
-        """One row per example: id, value (the mean over targets), one column per named target,
-        and how often it was seen (``steps``) and scored. Never scored is NaN. Where the training
-        loss is a classification loss, loss, EL2N and margin as means over the visits.
-
-        Only of the steps since ≤ step < until, where these are given: an example that was not seen
-        there has no row. ``half_life``: values of older steps count less, half for each so many
-        steps. ``epochs()`` has the steps of each epoch.
-        """
-        window = Window(since, until, half_life)
-        return self._settled().values(self._index(estimator), window)
-
-    def history(
-        self, estimator: str | None = None, *, since: int | None = None, until: int | None = None
-    ) -> pd.DataFrame:
-        """One row per scored step and example: step, id, value, one column per named target, and
-        loss, EL2N and margin where known. ``since``, ``until``: only these steps."""
-        return self._settled().history(self._index(estimator), Window(since, until))
-
-    def harm(
-        self, estimator: str | None = None, *, since: int | None = None, until: int | None = None
-    ) -> pd.DataFrame:
-        """One row per example: id, harm: how often and how far it was among the harmful of its
-        batch, summed over steps and targets. Says whom it hurt; see docs/method.md."""
-        window = Window(since, until)
-        return self._settled().harm(self._index(estimator), window=window)
-
-    def epochs(self, estimator: str | None = None) -> pd.DataFrame:
-        """One row per epoch: its steps (``since`` ≤ step < ``until``), visits (``examples``), the
-        sum of values and the means of loss, EL2N and margin. A step is of epoch k if half of its
-        examples or more have been seen k times before."""
-        return self._settled().epochs(self._index(estimator))
-
-    def suspects(
-        self, estimator: str | None = None, *, since: int | None = None, until: int | None = None,
-        values: bool = True,
-    ) -> pd.DataFrame:  # fmt: skip
-        """One row per example, the most suspicious label first: id, suspicion, confidence,
-        disagreed, the means of loss, EL2N and margin over a window of visits, visits, label and,
-        with several targets, the target whose loss its values raised most (``hurts``).
-
-        ``suspicion`` is the share of examples that are no more suspicious: ranked by how badly the
-        model fitted them, more so in labels whose badly fitted examples were harmful, and by harm
-        where one label stands out (docs/method.md). ``confidence``: of the examples up to this one
-        at least this share is wrong, as their values say; NaN without values. ``disagreed`` is the
-        share of the visits at which the model preferred another label: no probability that the
-        label is wrong, a hard example looks the same.
-        ``values=False``: by the fit alone, where validation labels are not to be trusted or of
-        another kind of data. The window is chosen by what the run shows, unless ``since`` or
-        ``until`` are given; ``suspects().attrs["window"]`` says which it is and why, and what the
-        values said.
-        """
-        window = Window(since, until)
-        return self._settled().suspects(self._index(estimator), window, values)
-
-    def steps(self, estimator: str | None = None) -> pd.DataFrame:
-        """One row per optimizer step: lr, sum of values, nobody's part, and where it was audited
-        the loss, batch share, momentum share, residual and explained ratio (means over targets).
-        For "carry" also how far the loss fell along the step (``drop``, by the gradient halfway)
-        and weight decay's part of it; residual and explained then compare that with the whole
-        measured drop. "influence" does not add up to a loss change: it has no audit."""
-        index = self._index(estimator)
-        found = self._settled().steps(index)
-        if self._names[index].startswith(FORECASTS):
-            found[list(AUDITED)] = np.nan
-        return found
-
-    def tokens(
-        self, id: int | str | None = None, step: int | None = None, estimator: str | None = None
-    ) -> pd.DataFrame:
-        """One row per step and position of an example that was trained on in
-        ``run.batch(ids, tokens=True)``: step, id, position, input (what the model received there,
-        where it takes integers), value (the mean over targets), one column per named target.
-
-        Without ``id`` or ``step``: of all of them. The values of an example's positions add up to
-        its value in that step; the weight of ``every=k`` is not in them.
-        """
-        return self._settled().tokens(self._index(estimator), id, step)
 
 
 class MemoryLedger(LedgerTables):
@@ -324,7 +229,11 @@ def _columns(entry: StepEntry, estimator: int, targets: Sequence[int]) -> np.nda
         signals = np.full((len(SIGNALS), len(entry.ids)), np.nan)
     Q = max(targets, default=0) + 1 if entry.values is None else entry.values.shape[1]
     V = np.full((Q, len(entry.ids)), np.nan) if entry.values is None else entry.values[estimator]
-    return np.concatenate([V, signals])[list(targets)].astype(np.float64)
+    if entry.halves is None or entry.values is None:
+        halves = np.full((2, len(entry.ids)), np.nan)
+    else:
+        halves = entry.halves[estimator]
+    return np.concatenate([V, signals, halves])[list(targets)].astype(np.float64)
 
 
 def step_row(entry: StepEntry, estimator: int) -> dict[str, Any]:
@@ -377,12 +286,8 @@ def from_state(d: dict[str, Any]) -> StepEntry:
         missed=d["missed"],
         void=d["void"],
         audit=None if d["audit"] is None else Audit(**_as_arrays(d["audit"])),
-        nobody=None if d.get("nobody") is None else np.asarray(d["nobody"], dtype=np.float64),
         tokens=None if d.get("tokens") is None else _tokens_from_state(d["tokens"]),
-        sums=None if d.get("sums") is None else np.asarray(d["sums"], dtype=np.float64),
-        moved=None if d.get("moved") is None else np.asarray(d["moved"], dtype=np.float64),
-        signals=None if d.get("signals") is None else np.asarray(d["signals"], dtype=np.float64),
-        bend=None if d.get("bend") is None else np.asarray(d["bend"], dtype=np.float64),
+        **{k: np.asarray(d[k], np.float64) for k in _ARRAYS if d.get(k) is not None},
     )
 
 

@@ -25,6 +25,7 @@ from inrun.ledger.signals import arrays as signal_arrays
 from inrun.ledger.tokens import arrays, fields
 
 CARRY, MOVED = "carry", ("drop", "decay")  # an estimator whose steps have two numbers more
+BY_HALVES = ("by_half_1", "by_half_2")
 LOSSES = ("loss_before", "loss_without_batch", "loss_with_batch")
 RUN = "inrun.run"  # in the footers of both files: the run they belong to
 VALUES, STEPS = "inrun.values.sha256", "inrun.steps.sha256"  # in that of steps, for `inrun repair`
@@ -42,7 +43,8 @@ class BufferedEntry:
     def bytes(self) -> int:
         tokens = self.entry.tokens
         own = self.ids.nbytes + (0 if self.values is None else self.values.nbytes)
-        own += 0 if self.entry.signals is None else self.entry.signals.nbytes
+        for x in (self.entry.signals, self.entry.halves):
+            own += 0 if x is None else x.nbytes
         return own + (0 if tokens is None else tokens.bytes)
 
 
@@ -50,8 +52,9 @@ class BufferedEntry:
 class Columns:
     """The columns of both files, from the names of estimators and targets.
 
-    Some files lack the last ones: those of ``values`` where no step has signals, or values of
-    positions; those of ``steps`` that were written before nobody's part was (format 2).
+    Some files lack the last ones: those of ``values`` where no step has signals, values of
+    positions or values by halves; those of ``steps`` that were written before nobody's part was
+    (format 2).
     """
 
     estimators: tuple[str, ...]
@@ -78,6 +81,10 @@ class Columns:
         """The columns of how far the secant was off, one per estimator."""
         return file_columns(["bend"], self.estimators)
 
+    def halves(self, estimator: int) -> list[str]:
+        """The columns of an estimator's values by both halves of the validation rows."""
+        return file_columns(BY_HALVES, self.estimators)[estimator :: len(self.estimators)]
+
     def tokens(self, estimator: int) -> list[str]:
         """The columns of what the model received, and of its positions' values for each target."""
         return [name for name, _ in fields(self.values(estimator))]
@@ -85,7 +92,8 @@ class Columns:
     def optional(self, kind: str) -> list[list[tuple[str, pa.DataType]]]:
         """The last columns, which not all files of this kind have: groups that come together."""
         if kind == "values":
-            return [FIELDS, fields(file_columns(self.estimators, self.targets))]
+            halves = [(n, pa.float64()) for n in file_columns(BY_HALVES, self.estimators)]
+            return [FIELDS, fields(file_columns(self.estimators, self.targets)), halves]
         groups = [*self.nobody, *self.moved], self.bend
         return [[(n, pa.float64()) for n in own] for own in groups]
 
@@ -150,7 +158,7 @@ def values_table(
         pa.array(np.repeat(np.array(weight, np.float64), sizes), from_pandas=True),
         *(pa.array(v, from_pandas=True) for v in np.concatenate(V, axis=1)),
     ]
-    signals, positions = columns.optional("values")
+    signals, positions, halves = columns.optional("values")
     more = list(schema)
     if any(e.entry.signals is not None for e in waiting):
         data += signal_arrays([(len(e.ids), e.entry.signals) for e in waiting])
@@ -158,7 +166,19 @@ def values_table(
     if any(e.entry.tokens is not None for e in waiting):
         data += arrays([(len(e.ids), e.entry.tokens) for e in waiting], len(schema) - 3)
         more += [pa.field(*f) for f in positions]
+    if any(e.entry.halves is not None for e in waiting):
+        data += _halves(waiting, len(halves))
+        more += [pa.field(*f) for f in halves]
     return pa.table(data, schema=pa.schema(more))
+
+
+def _halves(waiting: Sequence[BufferedEntry], n: int) -> list[pa.Array]:
+    """Values by halves by column; NULL where they were not measured."""
+    none = [np.full((n, len(e.ids)), np.nan) for e in waiting]
+    own = [x if e.entry.halves is None or e.values is None
+           else e.entry.halves.swapaxes(0, 1).reshape(n, -1)
+           for x, e in zip(none, waiting, strict=True)]  # fmt: skip
+    return [pa.array(x, from_pandas=True) for x in np.concatenate(own, axis=1)]
 
 
 def steps_table(waiting: Sequence[BufferedEntry], columns: Columns) -> pa.Table:
@@ -245,6 +265,10 @@ def buffered(entry: StepEntry, ids: pa.Array, columns: Columns) -> BufferedEntry
         raise LedgerError(
             f"step {entry.step}: values have shape {entry.values.shape}, not {shape} "
             "(estimators, targets, examples)"
+        )
+    if entry.halves is not None and entry.halves.shape != (E, 2, B):
+        raise LedgerError(
+            f"step {entry.step}: values by halves have shape {entry.halves.shape}, not {(E, 2, B)}"
         )
     values = np.array(entry.values, np.float64)
     return BufferedEntry(replace(entry, values=values), ids, values.reshape(E * Q, B))

@@ -12,8 +12,8 @@ import pyarrow as pa
 from inrun.ledger.audits import audit_summary
 from inrun.ledger.committed import tell_lost
 from inrun.ledger.display import run_html
-from inrun.ledger.entries import RunTables
 from inrun.ledger.ranks import RankedStore
+from inrun.ledger.run_tables import RunTables
 from inrun.ledger.signals import Window
 from inrun.ledger.writer import Store
 
@@ -42,7 +42,11 @@ class SavedRun(RunTables):
         return f"<inrun run {str(self.path)!r}: {safe(', '.join(self.estimators))}>"
 
     def _repr_html_(self) -> str:
-        return run_html(f"{self.path}: {', '.join(self.estimators)}", self._ledger)
+        line = f"{self.path}: {', '.join(self.estimators)}"
+        return run_html(line, self._ledger, self.steadiness())
+
+    def _how_validated(self) -> Any:
+        return self.info.get("validation")
 
     @property
     def bytes(self) -> int:

@@ -18,6 +18,7 @@ from inrun.ledger import LedgerError
 
 SIGNALS = ("loss", "el2n", "margin", "label")  # the rows of StepEntry.signals
 SHOWN = SIGNALS[:3]  # those that have a mean over visits
+CHANGE = "loss_change"  # from an example's first visit to its last
 FIELDS = [(f"signal:{name}", pa.float32()) for name in SIGNALS]  # columns of a file
 
 
@@ -70,6 +71,11 @@ def shown_names(targets: Sequence[str]) -> list[str]:
     return [f"signal {s}" if s in taken else s for s in SHOWN]
 
 
+def change_name(targets: Sequence[str]) -> str:
+    """The column of the loss's change."""
+    return CHANGE if len(targets) < 2 or CHANGE not in targets else f"signal {CHANGE}"
+
+
 def arrays(entries: Sequence[tuple[int, np.ndarray | None]]) -> list[pa.Array]:
     """The columns of a file for some steps, each given as its number of examples and signals."""
     parts = [np.full((len(SIGNALS), n), np.nan) if s is None else s for n, s in entries]
@@ -81,6 +87,15 @@ def means_sql(k: int) -> str:
     """The mean of each column over the visits of an example."""
     means = ", ".join(f"avg(x{i}) AS s{i}" for i in range(k))
     return f"SELECT id, {means} FROM v0 GROUP BY id ORDER BY id"
+
+
+def means_and_change_sql(k: int) -> str:
+    """The same, and by how much the first column (the loss) changed from the first visit in which
+    it is known to the last; NULL of one visit."""
+    means = ", ".join(f"avg(x{i}) AS s{i}" for i in range(k))
+    first, last = (f"arg_{m}(x0, step) FILTER (x0 IS NOT NULL)" for m in ("min", "max"))
+    change = f"CASE WHEN count(x0) > 1 THEN {last} - {first} END AS change"
+    return f"SELECT id, {means}, {change} FROM v0 GROUP BY id ORDER BY id"
 
 
 def epochs_sql(k: int) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from inrun.ledger import LedgerError, signals, visits
+from inrun.ledger import LedgerError, signals, steady, visits
 from inrun.ledger.database import connect, unreadable
 from inrun.ledger.signals import WHOLE, Window
 from inrun.ledger.tokens import table as token_table
@@ -36,14 +36,15 @@ HALVES = ("half 1", "half 2")  # targets, or ends of their names, that ``inrun.h
 RESERVED = ("step", "id", "value", "steps", "scored", "weight", "harm")
 # scan(estimator, targets, rows): record batches of at most so many rows, with the columns step, id,
 # weight (null where the step was not scored) and the values of these targets, unweighted. Targets
-# beyond the last are the signals (signals.py).
+# beyond the last are the signals (signals.py), and behind these the values by two halves of the
+# validation rows (steady.py).
 Scan = Callable[[int, Sequence[int], int], Iterator[pa.RecordBatch]]
 
 
 class LedgerTables:
     """The tables of a ledger. ``estimator`` is an index into the run's list of estimators."""
 
-    epochs, suspects = visits.epochs, visits.suspects
+    epochs, suspects, steadiness = visits.epochs, visits.suspects, steady.steadiness
     targets: list[str]
     threads: int | None = None  # of DuckDB; None leaves it the choice
 
@@ -74,7 +75,7 @@ class LedgerTables:
 
     def values(self, estimator: int, window: Window = WHOLE) -> pd.DataFrame:
         """One row per example: id, value, one column per named target, steps seen and scored, and
-        the means of the signals where there are any.
+        the means of the signals where there are any, with the change of the loss.
 
         The values of an example are summed over the steps that were scored, each times the weight
         of its step. An example that was never scored has NaN.
@@ -89,8 +90,9 @@ class LedgerTables:
         table.columns = pd.Index(["id", *columns, "steps", "scored"])
         if not self.has_signals():
             return table
-        (means,) = self._query(estimator, signals.SHOWN, signals.means_sql, window=window)
-        names = signals.shown_names(self.targets)
+        sql = signals.means_and_change_sql
+        (means,) = self._query(estimator, signals.SHOWN, sql, window=window)
+        names = [*signals.shown_names(self.targets), signals.change_name(self.targets)]
         return pd.concat([table, means.iloc[:, 1:].set_axis(names, axis=1)], axis=1)
 
     def harm(
@@ -181,6 +183,30 @@ class LedgerTables:
                     frame = _history_table(step, ids, np.stack(V[:Q], axis=1), self.targets)
                     own: dict[str, np.ndarray] = dict(zip(extra, V[Q:], strict=True))
                     yield pd.concat([frame, pd.DataFrame(own)], axis=1) if own else frame
+
+    def by_halves(self, estimator: int, window: Window = WHOLE) -> pd.DataFrame:
+        """The visits that have values by two halves of the validation rows: step, id, weight,
+        value (the mean over targets, unweighted), a and b."""
+        Q, found = len(self.targets), list[pd.DataFrame]()
+        last = self.last_step if window.until is None else min(window.until - 1, self.last_step)
+        first = Q + len(signals.SIGNALS)
+        for scan in self.scans(1):
+            for batch in scan(estimator, [first, first + 1, *range(Q)], BATCH_ROWS):
+                known = window.cut(batch.filter(batch.column(3).is_valid()))
+                if not known.num_rows:
+                    continue
+                step, ids, weight, a, b, *V = known.columns
+                V = np.stack([x.to_numpy(zero_copy_only=False) for x in V])
+                own = {"step": step, "id": ids, "weight": window.weights(step, weight, last),
+                       "a": a, "b": b}  # fmt: skip
+                frame = pd.DataFrame({k: x.to_numpy(zero_copy_only=False) for k, x in own.items()})
+                found.append(frame.assign(value=V.mean(axis=0)))
+        columns = ["step", "id", "weight", "value", "a", "b"]
+        return (
+            pd.concat(found, ignore_index=True)[columns]
+            if found
+            else pd.DataFrame({}, columns=columns)
+        )
 
     def token_batches(self, estimator: int) -> Iterator[pa.RecordBatch]:
         """Yields step, id, inputs and the values of positions, a list for each example (NULL: none

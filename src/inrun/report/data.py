@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from inrun.ledger.saved import SavedRun
-from inrun.ledger.signals import WHOLE, Window, shown_names
+from inrun.ledger.signals import WHOLE, Window, change_name, shown_names
 from inrun.ledger.suspects import SURE, by_values
 from inrun.report.answers import section
 from inrun.report.examples import load_examples, load_tokens
@@ -57,14 +58,14 @@ def payload(
         listed = np.sort(np.concatenate([shown, chosen]))
     where = {int(row): k for k, row in enumerate(listed)}
     lists = {"best": best, "worst": worst, "suspects": suspects}
-    facts = collect(saved, values, steps, estimator)
+    facts = collect(saved, values, steps, estimator, window)
     return {
         "title": saved.path.resolve().name,
         "about": [*_about(saved, facts), _only(window)],
         "cards": cards(facts),
         "targets": saved.targets,
         "examples": len(values),
-        "columns": _columns(values.iloc[listed]),
+        "columns": _columns(values.iloc[listed], saved.targets),
         "window": visits,
         "values_said": said,
         "epochs": _epochs(saved.epochs(estimator)),
@@ -151,7 +152,7 @@ def _epochs(table: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(k): None if pd.isna(x) else float(x) for k, x in row.items()} for row in rows]
 
 
-def _columns(rows: pd.DataFrame) -> dict[str, Any]:
+def _columns(rows: pd.DataFrame, targets: Sequence[str]) -> dict[str, Any]:
     ids = rows["id"].tolist()
     if any(isinstance(x, int) and abs(x) > 2**53 for x in ids):
         ids = [str(x) for x in ids]  # beyond what JavaScript counts exactly
@@ -161,6 +162,10 @@ def _columns(rows: pd.DataFrame) -> dict[str, Any]:
         "harm": _numbers(rows["harm"]),
         "steps": rows["steps"].tolist(),
     }
+    signals = {"loss": shown_names(targets)[0], "change": change_name(targets)}
+    for key, name in signals.items():
+        if name in rows and rows[name].notna().any():
+            columns[key] = _numbers(rows[name])
     for name in ("label", "group"):
         if rows[name].notna().any():
             codes, names = pd.factorize(rows[name].astype(object), use_na_sentinel=True)

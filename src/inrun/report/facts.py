@@ -8,7 +8,8 @@ import pandas as pd
 
 from inrun.ledger.audits import audit_summary, carry_summary
 from inrun.ledger.saved import SavedRun
-from inrun.report.noise import in_words, noise
+from inrun.ledger.signals import WHOLE, Window
+from inrun.report.noise import in_words, noise_of
 
 
 def facts_of(saved: SavedRun, estimator: str | None = None) -> dict[str, Any]:
@@ -17,8 +18,9 @@ def facts_of(saved: SavedRun, estimator: str | None = None) -> dict[str, Any]:
 
 
 def collect(
-    saved: SavedRun, values: pd.DataFrame, steps: pd.DataFrame, estimator: str | None
-) -> dict[str, Any]:
+    saved: SavedRun, values: pd.DataFrame, steps: pd.DataFrame, estimator: str | None,
+    window: Window = WHOLE,
+) -> dict[str, Any]:  # fmt: skip
     """The same from tables that were already asked for."""
     coverage = saved.info.get("coverage")
     return {
@@ -38,7 +40,7 @@ def collect(
         "carry": carry_summary(steps),
         "sampled_steps": int(steps["bend"].notna().sum()),
         "bend": _last(steps["bend"]),
-        **noise(saved.targets, values, saved.info.get("validation")),
+        **noise_of(saved, estimator, values, window),
     }
 
 
@@ -129,9 +131,7 @@ def cards(f: dict[str, Any]) -> list[dict[str, str]]:
         found += _audit_cards(f)
     else:
         found.append(_card("Explained", "–", "no audited steps on record"))
-    steady = f["steadiness"]
-    note = in_words(f) if steady is None else "of the rankings, from halves of the validation set"
-    found.append(_card("Steadiness", "–" if steady is None else f"{steady:.2f}", note))
+    found.append(_steady_card(f))
     if f["coverage"] is not None:
         found.append(_card("Coverage", f"{f['coverage']:.1%}", "of the parameters scored"))
     return found
@@ -139,6 +139,16 @@ def cards(f: dict[str, Any]) -> list[dict[str, str]]:
 
 def _card(name: str, value: str, note: str) -> dict[str, str]:
     return {"name": name, "value": value, "note": note}
+
+
+def _steady_card(f: dict[str, Any]) -> dict[str, str]:
+    """How far would the ranking agree with one by as many other validation rows?"""
+    if f["steadiness"] is None:
+        return _card("Steadiness", "–", in_words(f))
+    note = "of the rankings, from halves of the validation set"
+    if f["halves_agree"] is None:
+        note = f"± {f['steadiness_error']:.2f}, agreement with a ranking by as many other rows"
+    return _card("Steadiness", f"{f['steadiness']:.2f}", note)
 
 
 def _carry_cards(f: dict[str, Any]) -> list[dict[str, str]]:

@@ -56,7 +56,7 @@ function examples() {
     { key: "all", name: "All", note: all },
   ] });
   byId("steady").textContent = data.steady;
-  if (data.window) byId("suspects-how").textContent = `Ranked by how badly the model fitted them while it learned (loss, EL2N and margin), more so in labels whose badly fitted examples were harmful. ${data.values_said} Visits: steps ${count(data.window.since)} to ${count(data.window.until - 1)}, ${data.window.why}.`;
+  if (data.window) byId("suspects-how").textContent = `Ranked by how badly the model fitted them while it learned (EL2N and margin), more so in labels whose badly fitted examples were harmful, and by harm where that tells more. ${data.values_said} Visits: steps ${count(data.window.since)} to ${count(data.window.until - 1)}, ${data.window.why}.`;
   if (!data.lists.suspects.length) { byId("suspects-table").append(el("p", { class: "empty" }, "Harm needs batches of two or more examples.")); return; }
   exampleTable(byId("suspects-table"), data, { views: [{ key: "suspects", name: "Suspects", note: `The ${count(data.lists.suspects.length)} ${data.window ? "most suspicious examples" : "examples of most harm"}.` }] });
 }

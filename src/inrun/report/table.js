@@ -17,6 +17,8 @@ function exampleTable(root, data, options) {
     columns.group && { key: "group", name: "group", sort: true },
     { key: "value", name: ("value " + unit.unit).trim(), sort: true, numeric: true },
     { key: "harm", name: "harm", sort: true, numeric: true },
+    columns.loss && { key: "loss", name: "mean loss", sort: true, numeric: true },
+    columns.change && { key: "change", name: "change of loss", sort: true, numeric: true },
     { key: "steps", name: "steps", sort: true, numeric: true },
   ].filter(Boolean);
   const state = { view: options.views[0].key, query: "", sort: null, up: false, page: 0, size: 10 };
@@ -89,6 +91,7 @@ function exampleTable(root, data, options) {
       return td;
     }
     if (k === "harm") return el("td", { class: "num", "data-name": "harm" }, columns.harm[i] === null ? "–" : columns.harm[i].toFixed(mostHarm < 10 ? 2 : 1));
+    if (k === "loss" || k === "change") return el("td", { class: "num", "data-name": head.name }, columns[k][i] === null ? "–" : columns[k][i].toFixed(3));
     if (k === "steps") return el("td", { class: "num", "data-name": "steps" }, count(columns.steps[i]));
     const bdi = el("bdi", { dir: "auto" });
     const text = k === "id" ? columns.id[i] : word(k, i);

@@ -17,6 +17,7 @@ from torch import Tensor
 from inrun.errors import BatchError
 from inrun.gradients import Form
 from inrun.ledger.entries import Ledger, StepEntry, step_row
+from inrun.ledger.steady import step_agreement
 from inrun.ledger.tables import harm_of
 from inrun.ranks.memory import free_bytes
 from inrun.scoring.carry import Window
@@ -40,10 +41,15 @@ class Config:
     step_together: bool = True  # with several optimizers: their steps make one step
     window: int | None = None  # of "carry": steps for which a batch is followed
     smooth: float = 0.0  # running mean of the validation gradient
+    halves_every: int = 0  # steps, in one of which values by two halves of the rows are measured
+    cuda_graphs: bool = False  # passes of equal batches are recorded and replayed
 
     def saved(self) -> dict[str, Any]:
-        """For run.json; a run without a window or smoothing is described as before there were."""
+        """For run.json; a run without a window, smoothing or graphs is described as before there
+        were any."""
         found = asdict(self)
+        if not self.cuda_graphs:
+            del found["cuda_graphs"]
         if self.window is None:
             del found["window"]
         if not self.smooth:
@@ -261,6 +267,7 @@ class EntryQueue:
             entry, values=result.values, void=result.void, audit=result.audit,
             missed=result.missed, nobody=result.nobody, tokens=result.tokens, sums=result.sums,
             moved=result.moved, signals=result.signals, bend=result.bend,
+            halves=result.halves,
         )  # fmt: skip
         self._record([done] if self._carry is None else self._carry.settled(done))
 
@@ -308,6 +315,7 @@ class Tally:
         self.audited, self.credited, self.batch, self.momentum = 0, 0.0, 0.0, 0.0
         self.whole = False  # "carry": the whole steps are explained, not the batches' share
         self.loss = float("nan")
+        self.halved, self._agreed, self._counted = 0, 0.0, 0  # steps with values by halves
         if self.by_id is not None:
             self.by_id = {}
         if self.harm_by_id is not None:
@@ -330,6 +338,10 @@ class Tally:
             self.scored += 1
             self.rows += len(entry.ids)
             self.total += row["sum"] * entry.weight
+            if entry.halves is not None and (r := step_agreement(*entry.halves[0])) is not None:
+                n = len(entry.ids) - 1
+                self.halved, self._counted = self.halved + 1, self._counted + n
+                self._agreed += r * n
             if entry.audit is not None:
                 self.audited += 1
                 self.whole = bool(np.isfinite(row["drop"]))
@@ -372,6 +384,10 @@ class Tally:
         if np.isfinite(self.explained):
             share = "loss drop" if self.whole else "batch share"
             parts.append(f"explained {self.explained:.1%} of the {share}")
+        if self.halved:
+            r = self._agreed / self._counted
+            of = f"({self.halved:,} step{'s' * (self.halved > 1)})"
+            parts.append(f"halves of the validation rows agree by {r:.2f} {of}")
         if self.void:
             parts.append(f"{self.void:,} void")
         return " · ".join(parts)

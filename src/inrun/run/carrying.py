@@ -33,7 +33,12 @@ def check_carry(config: Config, optimizer: Optimizers, world: World) -> None:
         raise ValueError(f"window={config.window} must be at least 1")
     why = None
     if config.every > 1:
-        why = f"every={config.every} leaves steps out, whose momentum it must follow: pass every=1"
+        why = (
+            f"every={config.every} leaves steps out, and the value of an example needs the "
+            "validation gradient of every step that its momentum still moves. With that at every "
+            "step little would be saved; with a part of them, values would be noise. Pass every=1, "
+            "or estimator='secant' for the share of the step alone"
+        )
     elif config.smooth:
         why = "smooth= mixes validation gradients, and nothing would add up: leave it out"
     elif world.shards is not None:

@@ -50,6 +50,8 @@ class Checkpoints:
         ledger.flush()
         scorers = [stepper.scorer for stepper in self._steppers]
         save_curvature(scorers, ledger, self.world)
+        for scorer in scorers:  # as in a run that goes on from here
+            scorer.maps.forget()
         return {
             "step": self.step,
             "unwatched": self.unwatched,

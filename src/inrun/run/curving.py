@@ -92,3 +92,4 @@ def load_curvature(scorers: Sequence[Scorer], state: Mapping[str, Any]) -> None:
     for scorer, known in zip(own, found, strict=True):
         assert scorer.maps.curvature is not None
         saved.load_state(scorer.maps.curvature, known, scorer.params)
+        scorer.maps.forget()

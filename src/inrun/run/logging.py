@@ -39,7 +39,10 @@ class Summary:
 
     def _repr_html_(self) -> str:
         few = 0 < self.tally.rows <= FEW  # scored by this process
-        return run_html(self.tally.line(), self._settled() if few else None)
+        line = self.tally.line()
+        if not few:
+            return run_html(line)
+        return run_html(line, self._settled(), self.steadiness())  # type: ignore[attr-defined]
 
     def log_to(self, **options: Any) -> Any:
         """``run.log_to(wandb=True)``: the same as ``inrun.log(run, wandb=True)``."""

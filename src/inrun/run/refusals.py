@@ -221,8 +221,9 @@ def named_targets(
 
 
 def check_choices(
-    training: str, form: str, per_step: int | str | None, every: int, smooth: float
-) -> None:
+    training: str, form: str, per_step: int | str | None, every: int, smooth: float,
+    halves_every: int,
+) -> None:  # fmt: skip
     """Refuse values of these arguments of ``watch`` that mean nothing."""
     if training not in ("bitwise", "fast"):
         raise ValueError(f"training={training!r} is not known: use 'bitwise' or 'fast'")
@@ -233,6 +234,8 @@ def check_choices(
     for name, number in (("per_step", per_step), ("every", every)):
         if isinstance(number, int) and number < 1:
             raise ValueError(f"{name}={number} must be at least 1")
+    if halves_every < 0:
+        raise ValueError(f"halves_every={halves_every} must be a number of steps, or 0 for never")
     if not 0 <= smooth < 1:
         raise ValueError(f"smooth={smooth} must be at least 0 and below 1: the share that is kept")
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from inrun.capture.capture import Capture
 from inrun.capture.micro_batch import MicroBatch
 from inrun.errors import BatchError
 from inrun.exact.check import PERMUTATIONS, Check
 from inrun.exact.repeat import ModelCalls
-from inrun.ledger.entries import Ledger, RunTables, StepEntry
+from inrun.ledger.entries import Ledger, StepEntry
+from inrun.ledger.run_tables import RunTables
 from inrun.optimizers.joint import Optimizers, members_of
 from inrun.ranks.world import ALONE, World
 from inrun.run.attaching import Hooks
@@ -37,6 +37,7 @@ from inrun.run.bookkeeping import (
     as_ids,
     as_owner,
 )
+from inrun.run.capturing import make_capture, replays_of
 from inrun.run.carrying import make_window
 from inrun.run.checkpoints import Checkpoints
 from inrun.run.coverage import (
@@ -62,19 +63,10 @@ class Run(BeginEnd, Checkpoints, Summary, RunTables):
     """A watched training run. Made by :func:`inrun.watch`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizers,
-        config: Config,
-        validator: Validator,
-        ledger: Ledger,
-        offload: bool,
-        memory_limit: int | None,
-        max_norm: float | None,
-        scaler: Any,
-        overwrite: bool = False,
-        world: World = ALONE,
-    ) -> None:
+        self, model: nn.Module, optimizer: Optimizers, config: Config, validator: Validator,
+        ledger: Ledger, offload: bool, memory_limit: int | None, max_norm: float | None,
+        scaler: Any, overwrite: bool = False, world: World = ALONE,
+    ) -> None:  # fmt: skip
         self.world, self.model, self.optimizer, self.config = world, model, optimizer, config
         self.estimators = [Estimator.parse(e, config.point) for e in config.estimator]
         self._names = config.estimator
@@ -90,17 +82,16 @@ class Run(BeginEnd, Checkpoints, Summary, RunTables):
         carry = make_window(
             config, self.estimators, optimizer, offload, memory_limit, self._device, world
         )
-        scoring = (self.params, self.estimators, validator, max_norm, scaler, world, carry)
+        how = carry, config.halves_every, config.seed
+        scoring = (self.params, self.estimators, validator, max_norm, scaler, world, *how)
         self._steppers = [Stepper(o, Scorer(model, o, *scoring)) for o in together]
         for stepper in self._steppers:
             stepper.score(self.params)
         self._memory = MemoryLimit(memory_limit, offload, self._device)
-        self._capture = Capture(
-            model, self.params, batch_dim=config.batch_dim, form=config.form,
-            fast=config.training == "fast", directions=len(self.targets) * len(self.estimators),
-            offload=offload, check_memory=self._memory.add, on_first_gradient=self._first_gradient,
-            shards=world.shards,
-        )  # fmt: skip
+        self._capture = make_capture(
+            model, self.params, config, len(self.targets), self._memory, self._first_gradient, world
+        )
+        self.replays = replays_of(self._capture, config, self._memory, world, self._steppers, carry)
         self._empty, self._unscored = EmptyBatches(), UnscoredParameters()
         self._capture.on_empty = self._empty.ended
         self._capture.provenance.held = held_by(optimizer)
@@ -152,6 +143,8 @@ class Run(BeginEnd, Checkpoints, Summary, RunTables):
                 stepper.micros.append((array, stepper.scorer.no_examples() if scored else None))
                 stepper.scorer.accumulated.note(stepper.params, scored)
             return
+        if self.replays is not None:
+            self.replays.paused = self._check is not None  # which notes the model's own calls
         held, self._memory.batches = self._memory.held, max(len(s.micros) for s in self._steppers)
         try:
             with self._noting_calls(), self._capture.batch(len(array), owner, tokens) as micro:
@@ -216,11 +209,15 @@ class Run(BeginEnd, Checkpoints, Summary, RunTables):
             self._entries.finish()
             self._forget(*self._steppers)
             self._capture.close()
+            if self.replays is not None:
+                self.replays.close()
             self._validator.close()
             for stepper in self._steppers:
                 stepper.scorer.close()
             scorers = [stepper.scorer for stepper in self._steppers]
             save_curvature(scorers, self._ledger, self.world)
+            if self._described and self._said != self._validator.described:
+                self._ledger.update_info(validation=self._validator.described)
         try:
             self._settled().close()
         finally:
@@ -331,6 +328,9 @@ class Run(BeginEnd, Checkpoints, Summary, RunTables):
         self._entries.settle()
         return self._ledger
 
+    def _how_validated(self) -> Any:
+        return self._validator.described
+
     def _claim_ledger(self) -> None:
         """Before the first entry: continue the ledger, overwrite it or raise LedgerError."""
         if self._described:
@@ -338,7 +338,8 @@ class Run(BeginEnd, Checkpoints, Summary, RunTables):
         claim(self.world, self._ledger, self._loaded, self._overwrite)
         share_coverage(self.world, self._capture.keeper.coverage)
         found = describe(self.model, self.optimizer, self.coverage())
-        self._ledger.update_info(**found, validation=self._validator.described)
+        self._said = dict(self._validator.described)
+        self._ledger.update_info(**found, validation=self._said)
         self._described = True
 
     # Bookkeeping

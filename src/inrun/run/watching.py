@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
 from inrun.gradients import Form
+from inrun.ledger.entries import Ledger
 from inrun.optimizers.joint import Optimizers, members_of
 from inrun.ranks.world import World
 from inrun.ranks.world import unwrapped as inner_model
@@ -60,6 +62,8 @@ def watch(
     process_group: Any = None,
     window: int | None = None,
     smooth: float = 0.0,
+    cuda_graphs: bool = False,
+    halves_every: int = 50,
 ) -> Run:
     """Watch a training loop: what does each example do to the validation loss?
 
@@ -114,7 +118,7 @@ def watch(
             the latest from the second clipped step on (docs/method.md).
         scaler: the ``GradScaler``, needed only if gradients are also clipped by norm; that of a
             prepared optimizer of Accelerate is found.
-        seed: of the validation order of shuffling loaders and of ``every``.
+        seed: of the validation order of shuffling loaders, of ``every`` and ``halves_every``.
         step_together: with several optimizers. True: their steps after the same batches make one
             step, w_∅ and w_B move the parameters of all of them, and the values add up to
             U(∅) − U(B) of the whole. An optimizer that takes no part in a step (GANs) is refused.
@@ -131,6 +135,17 @@ def watch(
         smooth: where each step sees a part of the validation set, value examples by a running mean
             of the validation gradient: ``smooth=0.9`` keeps 90 % of it at each step. Rankings are
             less noisy; the values of a step no longer add up to its batch share.
+        cuda_graphs: experimental, tested with a stand-in for CUDA graphs on a CPU, its speed not
+            measured yet: record the model's forward and backward pass as CUDA graphs once it has
+            been the same in several batches, and replay them, for small batches, where the host is
+            the limit. What the model's Python does beside calling torch does not happen in a replay
+            (docs/costs.md). A replay is compared with the model's own pass before it is used.
+            Passes that cannot be recorded run as usual; ``run.replays`` counts and says why.
+            Nothing on a CPU, on several ranks, with ``torch.compile``, "carry", ``offload`` or
+            gradient accumulation.
+        halves_every: in one step of so many, left to chance, also take values by two halves of its
+            validation rows: how steady are the rankings (``run.steadiness()``)? Values stay as they
+            are; such a step takes longer. 0 never.
 
     Returns:
         A :class:`Run`, also a context manager that closes itself. In a notebook it replaces a run
@@ -138,11 +153,11 @@ def watch(
     """
     optimizer, scaler = unwrapped(optimizer, scaler)
     data = named_targets(validation, targets)
-    check_choices(training, form, per_step, every, smooth)
+    check_choices(training, form, per_step, every, smooth, halves_every)
     config = Config(
         check_estimators(estimator, point), point, training, audit_every, per_step, every,
-        batch_dim, (ignore,) if isinstance(ignore, str) else tuple(ignore), form, seed,
-        step_together, window, smooth,
+        batch_dim, _names(ignore), form, seed, step_together, window, smooth, halves_every,
+        cuda_graphs,
     )  # fmt: skip
     watched = _check_parts(model, optimizer, step_together, every, scaler)
     world, model = World.of(model, process_group), inner_model(model)
@@ -151,11 +166,21 @@ def watch(
     validator = Validator(model, data, loss, per_step, chunk, seed, batch_dim, world, smooth)
     ledger = make_ledger(world, out, config, list(data), overwrite)
     others = offload, memory_limit, max_norm, scaler, overwrite, world
-    try:
+    with _closed_after_an_error(ledger):
         return Run(model, watched, config, validator, ledger, *others)
+
+
+@contextmanager
+def _closed_after_an_error(ledger: Ledger) -> Iterator[None]:
+    try:
+        yield
     except BaseException:
         ledger.close()
         raise
+
+
+def _names(ignore: str | Sequence[str]) -> tuple[str, ...]:
+    return (ignore,) if isinstance(ignore, str) else tuple(ignore)
 
 
 def _check_parts(

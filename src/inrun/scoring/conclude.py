@@ -43,6 +43,7 @@ class StepResult:
     moved: np.ndarray | None = None  # [E, 2, Q] of "carry": the drop along the step, and by decay
     signals: np.ndarray | None = None  # [4, B], capture/signals.py
     bend: np.ndarray | None = None  # [E] where orders were sampled: how far the secant was off
+    halves: np.ndarray | None = None  # [E, 2, B] by two halves of the validation rows (halving.py)
 
 
 @dataclass
@@ -71,6 +72,9 @@ class Columns:
 
     @staticmethod
     def of(micros: Sequence[MicroBatch]) -> Columns:
+        if len(micros) == 1 and micros[0].slots is None and not micros[0].nobody:  # as usual
+            B = micros[0].B
+            return Columns(B, np.arange(B), np.zeros(B, bool), None, of_examples(micros))
         found, tokens, start = list[Tensor](), list[np.ndarray](), 0
         for m in micros:
             own = torch.arange(m.B, device="cpu") if m.slots is None else m.slots
@@ -188,7 +192,7 @@ class Conclusion:
         columns: np.ndarray | None = None, inputs: np.ndarray | None = None,
         sampled: np.ndarray | None = None, agreed: np.ndarray | None = None,
         moved: np.ndarray | None = None, signals: np.ndarray | None = None,
-        bend: np.ndarray | None = None,
+        bend: np.ndarray | None = None, halves: np.ndarray | None = None,
     ) -> StepResult:  # fmt: skip
         """The result of a step from its numbers on the host.
 
@@ -224,10 +228,12 @@ class Conclusion:
             own = better
             nobody = every.nobody if agreed is not None else own[..., -1]
         sums = None if agreed is None else every.sums - every.nobody
-        kept = None if signals is None else means(signals).astype(np.float32)
+        kept = None if signals is None else means(signals).astype(np.float32, copy=False)
+        by_halves = None if halves is None else halves[..., :-1]
         return StepResult(
-            own[..., :-1], None, audit, float(missed), nobody, tokens, sums, moved, kept, bend
-        )
+            own[..., :-1], None, audit, float(missed), nobody, tokens, sums, moved, kept, bend,
+            by_halves,
+        )  # fmt: skip
 
     def add_up(self, step: int, tolerance: float, every: Agreed) -> bool:
         """Is the sum of the values ⟨u, G⟩, up to rounding? Otherwise ``message`` says why not."""

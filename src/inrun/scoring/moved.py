@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +29,7 @@ from inrun.validation.identity import same
 
 HALF = (torch.float16, torch.bfloat16)
 Found = TypeVar("Found")
+_dtype, _shape, _device = map(attrgetter, ("dtype", "shape", "device"))
 
 
 @dataclass(eq=False)  # not frozen: one is made for each parameter in each step
@@ -214,12 +216,11 @@ class Surroundings:
 
     def _read_marks(self, grads: Sequence[Tensor]) -> Any:
         """Addresses, types and shapes."""
-        params, tensors = self.params, self._tensors
+        both = [*self.params, *self._tensors]
         return (
-            [p.data_ptr() for p in params], [p.dtype for p in params], [p.shape for p in params],
-            [t.data_ptr() for t in tensors], [t.dtype for t in tensors], [g.dtype for g in grads],
-            [p.device for p in params], [p.is_contiguous() for p in params],
-            [t.is_contiguous() for t in tensors],
+            list(map(Tensor.data_ptr, both)), list(map(_dtype, both)), list(map(_shape, both)),
+            list(map(Tensor.is_contiguous, both)), list(map(_device, self.params)),
+            list(map(_dtype, grads)),
         )  # fmt: skip
 
 

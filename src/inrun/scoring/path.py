@@ -23,6 +23,7 @@ from inrun.optimizers.common import Options, Scalar
 from inrun.ranks.shards import placed
 from inrun.scoring.estimators import MAPS, Place
 from inrun.scoring.moved import Moved, ParamStep
+from inrun.scoring.samples import SAMPLED, table
 from inrun.torch_compat import (
     foreach_add_,
     foreach_copy_,
@@ -87,6 +88,14 @@ class Path:
             return None
         every = len(places) == len(self.moved)
         return ~(bad if every else bad[kernels.integers(tuple(places), bad.device)]).any()
+
+    def sampled(self) -> Tensor | None:
+        """The weights now, without and with the batch at sampled entries of each parameter
+        [3, parameters, SAMPLED], if a kernel can read them."""
+        if self._whole_model is None:
+            return None
+        where = self._kept.once("where entries are", partial(_entries, self.moved))
+        return None if where is None else self._whole_model.sampled(where, SAMPLED)
 
     @property
     def packs(self) -> list[Pack]:
@@ -187,6 +196,14 @@ class Path:
             return
         with placed([m.p for m in self.moved], self.point(x)):
             yield
+
+
+def _entries(moved: Sequence[ParamStep]) -> Tensor | None:
+    """Where the sampled entries are; None of parameters that are empty or not in float32."""
+    sizes = tuple([m.p.numel() for m in moved])
+    if not all(sizes) or any(m.p.dtype != torch.float32 for m in moved):
+        return None
+    return table(sizes, moved[0].p.device)
 
 
 def _whole_model(moved: Sequence[ParamStep]) -> WholeModel | None:

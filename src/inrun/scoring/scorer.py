@@ -19,7 +19,7 @@ After it, ``Scorer.finish``:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -51,8 +51,10 @@ from inrun.scoring.conclude import (
     Pending,
     StepResult,
 )
-from inrun.scoring.contraction import Products, components, group_values
-from inrun.scoring.estimators import MAPS, POINTS, Estimator, Place
+from inrun.scoring.credit import Credit
+from inrun.scoring.estimators import POINTS, Estimator, Place
+from inrun.scoring.halving import Halving
+from inrun.scoring.kept import fill
 from inrun.scoring.maps import Maps
 from inrun.scoring.moved import Moved
 from inrun.scoring.path import Path, PathBuffers, missed
@@ -117,6 +119,8 @@ class Scorer:
         scaler: Any,
         world: World = ALONE,
         carry: Window | None = None,
+        halves_every: int = 0,
+        seed: int = 0,
     ) -> None:
         self.world, self.carry = world, carry
         self.model, self.optimizer, self.params = model, optimizer, params
@@ -129,6 +133,7 @@ class Scorer:
         self.conclusion = Conclusion(self.targets)
         self._clipping = ClippingWatch(max_norm, world)
         self.sampling = Sampling(estimators, world)
+        self.halving = Halving(estimators, validator, halves_every, seed, world)
         self._weights_memory = PathBuffers()
         self.maps = Maps(estimators, validator, world)
         self._moved = Moved([])  # of the last step
@@ -141,6 +146,7 @@ class Scorer:
         return MicroBatch(0, autocast=self.validator.autocast)
 
     def close(self) -> None:
+        self.maps.forget()
         self._weights_memory = PathBuffers()
         self._moved = Moved([])
         self.accumulated.close()
@@ -158,6 +164,8 @@ class Scorer:
         path = Path(step.moved, None if sharded else self._weights_memory)
         prediction = predict(step.moved, path, of_sample=not all_coordinates)
         with stage("update map"):
+            if self.halving.measures(number):
+                self.maps.forget()
             maps = self.maps.of(step, path, thorough=audit or not self.conclusion.verified)
         numbers = self._numbers(step, path, sum(m.columns for m in micros))
         losses, measured = numbers["losses"], list[np.ndarray]()
@@ -166,7 +174,8 @@ class Scorer:
         self.validator.draw()
         with self.validator.evaluating():
             self.sampling.begin(step, path, self._others, numbers, columns)
-            clipping = self._values(step, path, maps, numbers)
+            credit = self._credit(step, maps)
+            self._values(credit, path, numbers)
             self.sampling.end(numbers)
             bad = self.world.alone and not losses.is_cuda and not bool(losses.isfinite().all())
             if bad:
@@ -176,7 +185,9 @@ class Scorer:
                 refuse_other_data(self.world, self.validator.batches)
             if check is not None:
                 own = best(by_example(columns, numbers["values"]), numbers.get("sampled"))[0]
-                check_step(self, check, step, ids, own[..., :-1].cpu().numpy(), clipping)
+                check_step(self, check, step, ids, own[..., :-1].cpu().numpy(), credit.clipping)
+            with stage("halves"), no_autocast(losses.device.type):
+                self.halving.measure(credit, path, self.sampling, numbers, columns)
             if audit:
                 for point in (None, 0.0):
                     with path.weights(point):
@@ -219,6 +230,8 @@ class Scorer:
 
     def settled(self, result: StepResult) -> None:
         """Called with each step's result: after a mismatch, go back to the thorough checks."""
+        if result.void is not None:
+            self.maps.forget()
         if result.void == CHANGED:
             self.accumulated.suspect()
         if result.void == OTHER_STEP:
@@ -307,61 +320,51 @@ class Scorer:
         found = {"values": values, "expected": expected, "losses": losses}
         return found | {"finite": finite, "missed": left}
 
-    def _values(
-        self, step: Step, path: Path, maps: list[dict[str, LinearMap]], numbers: dict[str, Tensor]
-    ) -> Clipping:
-        """Fill in the values, one group of targets at a time; returns the per-example clipping."""
-        values, losses = numbers["values"], numbers["losses"]
+    def _credit(self, step: Step, maps: list[dict[str, LinearMap]]) -> Credit:
         clipping, aligned = self._split_clipping(step)
-        ratios = step.clipping.by_coordinate(step.G)
-        by_point: dict[str, list[int]] = {}
-        for e, estimator in enumerate(self.estimators):
-            by_point.setdefault(estimator.point, []).append(e)
+        return Credit(
+            step, self.estimators, maps, self.maps.together, {*self.maps.kept},
+            len(self.targets) > 1, clipping, aligned, self._contract, self.world,
+        )  # fmt: skip
 
-        def products(
-            which: Sequence[int], names: Collection[str]
-        ) -> Iterator[tuple[int, Products]]:
-            """Of estimators with one point: values through their maps, and their expected sums,
-            from the gradients of these parameters."""
-            G = {k: step.G[k] for k in names}
-            parts: list[list[str]] = []
-            if len(self.targets) > 1:
-                parts = components(names, step.micros, self.maps.together)
-            points = [at[x] for x in POINTS[self.estimators[which[0]].point]]
-            own = [maps[e] for e in which], ratios, G, step.micros, parts
-            found = group_values(points, *own, len(group), self._contract)
-            for e, (inner, sums) in zip(which, found, strict=True):
-                C = clipping if MAPS[self.estimators[e].kind].splits_clipping else step.clipping
-                yield e, (C.apply(self.world.averaged(inner), sums, aligned), sums * C.common)
-
+    def _values(self, credit: Credit, path: Path, numbers: dict[str, Tensor]) -> None:
+        """Fill in the values, one group of targets at a time."""
+        values, losses, step = numbers["values"], numbers["losses"], credit.step
         if self.carry is not None:
             self.carry.begin(numbers)
-        groups = self.validator.groups(step.params, step.audit)
+        fresh, made = credit.by_point, self.maps.keeping(step, len(self.targets))
+        groups = self.validator.groups(step.params, step.audit) if fresh else []
         for group in groups:
-            at = self._gradients(group, path, step.params)
+            at = self._gradients(group, path, step.params, fresh)
             if group is groups[-1]:
                 path.forget(at.keys() - {0.0, 1.0})  # the ends are needed again
             qs = slice(group[0], group[-1] + 1)
             losses[qs] = sum(g.loss for g in at.values())
             if not losses.is_cuda and not bool(losses[qs].isfinite().all()):
                 break
+            keep = {e: partial(own.add, qs) for e, own in made.items()}
+            products = partial(credit.products, at, len(group), keep=keep)
             with stage("contraction"), no_autocast(losses.device.type):
-                for which in by_point.values():
+                for which in fresh:
                     for e, (found, sums) in products(which, step.G):
                         values[e, qs], numbers["expected"][e, qs] = found, sums
                 if self.carry is not None:
-                    at_halfway, own = at["halfway"], maps[self.carry.e]
+                    at_halfway, own = at["halfway"], credit.maps[self.carry.e]
                     self.carry.note(qs, at_halfway, own, step, path, numbers)
             with stage("orders"), no_autocast(losses.device.type):
-                self.sampling.fill(numbers, qs, at, step.number, products)
-        return clipping
+                self.sampling.fill(numbers, qs, at, step.number, products, credit.linear)
+        with stage("contraction"), no_autocast(losses.device.type):
+            fill(numbers, self.maps.kept, step.G, step.micros, step.clipping, self._contract)
+        self.maps.kept |= made
 
     def _gradients(
-        self, group: Sequence[int], path: Path, params: Mapping[str, Tensor]
-    ) -> dict[Place, Gradients]:
-        """The gradients of a group of targets at each point that some estimator needs."""
+        self, group: Sequence[int], path: Path, params: Mapping[str, Tensor],
+        which: Iterable[Sequence[int]],
+    ) -> dict[Place, Gradients]:  # fmt: skip
+        """The gradients of a group of targets at each point that these estimators need."""
         gradients: dict[Place, Gradients] = {}
-        points = list(dict.fromkeys(x for e in self.estimators for x in POINTS[e.point]))
+        own = [POINTS[self.estimators[some[0]].point] for some in which]  # of one point together
+        points = list(dict.fromkeys(x for some in own for x in some))
         for x in points:
             with path.weights(x), stage("validation"):
                 found = self.validator.gradients(group, params, len(points) > 1)

@@ -21,7 +21,15 @@ from inrun.ranks.world import ALONE, World
 from inrun.tensors.autocast import Autocast, as_it_was, uncached
 from inrun.torch_compat import tree_map
 from inrun.validation.cuda_graph import Fingerprint, GraphCache
+from inrun.validation.halving import keeps_order
 from inrun.validation.joining import Joining
+from inrun.validation.modes import (
+    backward,
+    making_graph,
+    recurrent_on_gpu,
+    set_training,
+    without_cudnn,
+)
 from inrun.validation.split import Split, shared_out
 from inrun.validation.state import Generators, State
 from inrun.validation.steady import PerStep, Smoothing, batches_per_step, described, size_of
@@ -76,7 +84,10 @@ class Validator:
         self.described = described(zip(names, sizes, self.per_step, strict=True), smooth)
         if not self.described["whole"]:
             self.described["how"] += f" ({'; '.join(sorted({t.order for t in self.targets}))})"
+        fixed = all(keeps_order(t.source) for t in self.targets)
+        self.described["fixed_order"] = fixed
         self._smoothing = Smoothing(smooth) if smooth else None
+        self.batch_dim, self.smoothed_by = batch_dim, smooth
         self.autocast: Autocast | None = None
         self.batches: list[list[Any]] = []  # of each target, in this step
         self._reentrant = False
@@ -176,8 +187,32 @@ class Validator:
         )
         if keep:
             loss, grads = loss.clone(), [g.clone() for g in grads]
-        found = dict(zip(params, grads, strict=True))
-        return Gradients(loss, lambda names, qs: {k: found[k].unsqueeze(0) for k in names})
+        return _of_one(params, loss, grads)
+
+    @contextmanager
+    def seeing(self, batches: list[list[Any]]) -> Iterator[list[list[int]]]:
+        """Inside, these stand for the targets' batches; gives the groups of targets that share a
+        pass (``eagerly``): those that did in this step."""
+        kept, joint = self.batches, self._joint
+        self.batches, Q = batches, len(batches)
+        if joint is not None:
+            self._joint = [sum(rows_in(b) or 0 for b in own) for own in batches], None
+        try:
+            yield [[q] for q in range(Q)] if joint is None else [list(range(Q))]
+        finally:
+            self.batches, self._joint = kept, joint
+
+    def eagerly(self, group: Sequence[int], params: Mapping[str, Tensor]) -> Gradients:
+        """``gradients`` without compiling, graphs or choices that later steps would notice."""
+        with torch.compiler.set_stance("force_eager"):
+            if len(group) > 1:
+                return self._together(params)
+            q, weights = group[0], list(params.values())
+            if self._shards is not None:
+                loss, grads = self._sharded_gradient(self._shards, q, weights)
+            else:
+                loss, grads = self._gradient(q, weights, graphs=False)
+        return _of_one(params, loss, grads)
 
     def smoothed(
         self, place: Any, group: Sequence[int], found: Gradients, params: Mapping[str, Tensor]
@@ -282,7 +317,7 @@ class Validator:
                 self._reentrant = True  # a reentrant checkpoint allows only backward()
                 loss = self._loss(q, batch)
         if self._reentrant:
-            grads = _backward(_times(loss, factor), params)
+            grads = backward(_times(loss, factor), params)
         return loss.detach(), grads
 
     def _parts(self, q: int) -> Iterator[tuple[float, Any]]:
@@ -299,7 +334,7 @@ class Validator:
 
     def _loss(self, q: int, batch: Any) -> Tensor:
         self._reshard()
-        if not _making_graph():  # a CUDA graph holds the pass alone
+        if not making_graph():  # a CUDA graph holds the pass alone
             self._state.rewind()
         return self._run(q, copy_batch(batch))
 
@@ -325,7 +360,7 @@ class Validator:
         of their own."""
         modules, modes = self.modules, [m.training for m in self.modules]
         try:
-            _set_training(modules, [False] * len(modules))
+            set_training(modules, [False] * len(modules))
             with (
                 warnings.catch_warnings(),
                 self._state.kept(modules),
@@ -333,13 +368,13 @@ class Validator:
                 self._random.seeded(0),
                 as_it_was(self.autocast),
                 uncached(),
-                _without_cudnn() if _recurrent_on_gpu(modules) else nullcontext(),
+                without_cudnn() if recurrent_on_gpu(modules) else nullcontext(),
             ):
                 # a reentrant checkpoint warns so when a loss is measured without gradients
                 warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
                 yield
         finally:
-            _set_training(modules, modes)
+            set_training(modules, modes)
 
     def close(self) -> None:
         """Free device memory and drop references to the model."""
@@ -355,46 +390,11 @@ class Validator:
             t.load_state_dict(state[t.name])
 
 
-@contextmanager
-def _without_cudnn() -> Iterator[None]:
-    """cuDNN's recurrent layers have no gradient in evaluation mode; torch's own have."""
-    before, torch.backends.cudnn.enabled = torch.backends.cudnn.enabled, False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.enabled = before
-
-
-def _recurrent_on_gpu(modules: Sequence[nn.Module]) -> bool:
-    return torch.cuda.is_initialized() and any(isinstance(m, nn.RNNBase) for m in modules)
-
-
-def _set_training(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
-    """``module.training = mode``, without the slow ``Module.__setattr__``."""
-    for module, space, mode in zip(modules, map(vars, modules), modes, strict=True):
-        if "training" in space:
-            space["training"] = mode
-        else:  # a compiled module has it elsewhere
-            module.training = mode
-
-
-def _making_graph() -> bool:
-    """Are kernels being put into a CUDA graph now? (A build without CUDA cannot be asked.)"""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+def _of_one(params: Iterable[str], loss: Tensor, grads: Sequence[Tensor]) -> Gradients:
+    """Of one target."""
+    found = dict(zip(params, grads, strict=True))
+    return Gradients(loss, lambda names, qs: {k: found[k].unsqueeze(0) for k in names})
 
 
 def _times(loss: Tensor, factor: float) -> Tensor:
     return loss if factor == 1.0 else loss * factor
-
-
-def _backward(loss: Tensor, params: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Returns gradients by ``backward()``; the training's own ``.grad`` is set aside meanwhile."""
-    own = [p.grad for p in params]
-    try:
-        for p in params:
-            p.grad = None
-        loss.backward()
-        return tuple(p.grad for p in params)
-    finally:
-        for p, g in zip(params, own, strict=True):
-            p.grad = g
