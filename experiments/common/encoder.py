@@ -37,9 +37,45 @@ class Encoder(nn.Module):
         self.model = model
 
     def forward(self, ids: Tensor) -> Tensor:
-        lowest = torch.finfo(torch.float32).min
-        hidden = (ids == PAD).to(torch.float32)[:, None, None, :] * lowest
-        return self.model(input_ids=ids, attention_mask=hidden).logits
+        return self.model(input_ids=ids, attention_mask=_hidden(ids == PAD)).logits
+
+
+class LastLayer(nn.Module):
+    """The last layer of a BERT and the head, on what the layers below make of the tokens
+    (``below``). The head reads the first token alone, so the layer is computed for it alone."""
+
+    def __init__(self, whole: nn.Module) -> None:
+        super().__init__()
+        bert = whole.bert
+        self.layer, self.pooler, self.head = bert.encoder.layer[-1], bert.pooler, whole.classifier
+
+    def forward(self, x: Tensor) -> Tensor:
+        own, first = self.layer.attention.self, x[:, :1]
+        q, k, v = (
+            f(t).unflatten(-1, (own.num_attention_heads, -1)).transpose(1, 2)
+            for f, t in ((own.query, first), (own.key, x), (own.value, x))
+        )
+        scores = q @ k.transpose(2, 3) * k.shape[-1] ** -0.5 + _hidden((x == 0).all(-1))
+        seen = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        out = self.layer.feed_forward_chunk(self.layer.attention.output(seen, first))
+        return self.head(self.pooler(out))
+
+
+@torch.no_grad()
+def below(model: Encoder, ids: Tensor) -> Tensor:
+    """[rows, length, features]: what the last layer is given, without dropout; 0 at the padding."""
+    bert, found = model.model.bert, []
+    for part in ids.split(256):
+        x = bert.embeddings(input_ids=part)
+        for layer in bert.encoder.layer[:-1]:
+            x = layer(x, _hidden(part == PAD))
+        found.append(x * (part != PAD)[..., None])
+    return torch.cat(found)
+
+
+def _hidden(padding: Tensor) -> Tensor:
+    """Attention's mask."""
+    return padding.to(torch.float32)[:, None, None, :] * torch.finfo(torch.float32).min
 
 
 def folder(data: Path | None, hub: str | None = None) -> str | None:

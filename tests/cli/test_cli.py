@@ -171,6 +171,30 @@ def test_prune_takes_sure_suspects_then_the_easiest(signalled, tmp_path, monkeyp
     assert {3, 7}.isdisjoint(gone("--by", "clean"))
 
 
+def test_prune_takes_near_duplicates_before_the_easiest(signalled, tmp_path):
+    """Of each group all but the least suspicious; an example in no group is nobody's duplicate."""
+    table, file = open_run(signalled).suspects(), tmp_path / "groups.csv"
+    ids = table["id"].tolist()  # the most suspicious first
+    group = dict.fromkeys((ids[2], ids[5], ids[9]), "a") | {ids[4]: "b", ids[6]: "b"}
+    rows = [f"{i},{group.get(i, '')}\n" for i in sorted(ids)]
+    file.write_text("id,group\n" + "".join(rows))
+
+    def gone(*args):
+        options = ("--by", "clean", "--groups", file, "-o", tmp_path / "k.csv", "--force")
+        call("prune", signalled, *options, *args)
+        return set(range(20)) - set(pd.read_csv(tmp_path / "k.csv")["id"])
+
+    assert gone("--ratio", 0.15) == {ids[2], ids[4], ids[5]}
+    some = gone("--ratio", 0.25)
+    assert len(some) == 5 and {ids[2], ids[4], ids[5]} < some
+    file.write_text("id,text\n" + "".join(f"{i},x\n" for i in ids))
+    refused = ("prune", signalled, "--ratio", 0.1, "--by", "clean", "--groups", file)
+    assert "'group'" in call(*refused, "-o", tmp_path / "l.csv", code=2).stderr
+    for other in (("--by", "noisy"), ("--which", "random")):
+        wrong = call("prune", signalled, "--ratio", 0.1, "--groups", file, *other, code=2)
+        assert "--groups goes with" in wrong.stderr
+
+
 def test_a_report_of_a_window(signalled, tmp_path):
     options = ("--since", 2, "--until", 6, "--half-life", 3)
     call("report", signalled, "-o", tmp_path / "r.html", *options)

@@ -168,6 +168,24 @@ def test_missing_things_are_named(tmp_path):
         encoder.sst2(tmp_path, where, 8)
 
 
+def test_the_last_layer_on_what_is_below_is_the_whole_encoder():
+    ids, labels = encoder.passages(12)
+    ids, labels = ids[:20].clone(), labels[:20]
+    ids[3, 5:] = encoder.PAD
+    whole = encoder.small(int(ids.max()) + 1, 0, num_hidden_layers=3).eval()
+    last = encoder.LastLayer(whole.model)  # the same parameters
+    names = [n for n, p in whole.named_parameters() if any(p is q for q in last.parameters())]
+    found = []
+    for model, x in ((whole, ids), (last, encoder.below(whole, ids))):
+        logits = model(x)
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+        found.append((logits, *torch.autograd.grad(loss, list(last.parameters()))))
+    assert len(names) == len(list(last.parameters())) == 20
+    assert all("layer.2." in n or "pooler" in n or "classifier" in n for n in names)
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+
+
 def test_the_encoder_is_the_pretrained_one(tmp_path):
     where = encoder.folder(None)
     if where is None:

@@ -11,7 +11,17 @@ import pytest
 from inrun.ledger import suspects
 from inrun.ledger.entries import MemoryLedger, StepEntry
 from inrun.ledger.signals import Window
-from inrun.ledger.suspects import SPREAD, STANDS, VALUES, _excess, _others, by_values, removed
+from inrun.ledger.suspects import (
+    SPREAD,
+    STANDS,
+    VALUES,
+    _confidence,
+    _excess,
+    _others,
+    _surely_below,
+    by_values,
+    removed,
+)
 
 LABELS, EACH, STEPS = 4, 60, 8
 
@@ -56,13 +66,25 @@ def test_values_count_where_a_label_stands_out():
 
 
 @pytest.mark.parametrize("share", [0.0, 0.15])
-def test_values_do_not_count_where_labels_are_alike(share):
+def test_labels_that_are_alike_do_not_stand_out(share):
+    """Where wrong labels are spread evenly values do not count at all."""
     ledger = run(spread_evenly(share))
     found, fit = ledger.suspects(0), ledger.suspects(0, values=False)
-    assert found.attrs["window"]["weight"] == 0 and found.attrs["window"]["label"] is None
-    assert found["id"].tolist() == fit["id"].tolist()
+    assert found.attrs["window"]["label"] is None
+    assert (found.attrs["window"]["weight"] == 0) == (share > 0)
+    assert (found["id"].tolist() == fit["id"].tolist()) == (share > 0)
     assert (found.attrs["window"]["hurt"] > 0) == (share > 0)
     assert (found.attrs["window"]["others"] >= 0) == (share > 0)
+    assert (found.attrs["window"]["right"] == 0) == (share > 0)
+
+
+def test_harm_tells_few_wrong_labels_from_hard_ones():
+    """Too few in each label for one to stand out; most that fit badly are hard and help."""
+    wrong = spread_evenly(0.03)
+    ledger = run(wrong, fits=0.5)
+    found, fit = ledger.suspects(0), ledger.suspects(0, values=False)
+    assert wrong.sum() > 3 and found.attrs["window"]["label"] is None
+    assert auroc(found, wrong) > 0.99 > 0.9 > auroc(fit, wrong)
 
 
 def test_values_of_earlier_epochs_count_where_labels_are_known_late():
@@ -87,8 +109,9 @@ def test_values_that_turn_do_not_count():
     assert found.attrs["window"]["agreement"] < 0 and found.attrs["window"]["weight"] == 0
 
 
-def test_the_score_is_the_formula():
-    ledger = run(in_label(2, 0.25), fits=0.5)
+@pytest.mark.parametrize("wrong", [in_label(2, 0.25), spread_evenly(0.03), in_label(2, 0.05)])
+def test_the_score_is_the_formula(wrong):
+    ledger = run(wrong, fits=0.5)
     found = ledger.suspects(0).set_index("id").sort_index()
     n, label = LABELS * EACH, np.arange(LABELS * EACH) % LABELS
     means, history = ledger.values(0), ledger.history(0)
@@ -96,7 +119,7 @@ def test_the_score_is_the_formula():
     def z(x):
         return (np.asarray(x) - np.mean(x)) / np.std(x)
 
-    fit = (z(means["loss"]) + z(means["el2n"]) - z(means["margin"])) / 3
+    fit = (z(means["el2n"]) - z(means["margin"])) / 2
     halves = np.zeros((2, n))
     for step in range(STEPS):
         values = history[history["step"] == step].sort_values("id")["value"].to_numpy()
@@ -110,15 +133,19 @@ def test_the_score_is_the_formula():
     for half in halves:
         for c in range(LABELS):
             others = [r(half, d) for d in range(LABELS) if d != c]
-            apart = (r(half, c) - np.mean(others)) / max(SPREAD, np.std(others))
+            spread = max(SPREAD, np.std(others)) * np.sqrt(1 + 1 / (LABELS - 1))
+            apart = (r(half, c) - np.mean(others)) / spread
             s[c] = min(s[c], np.clip((apart - STANDS[0]) / (STANDS[1] - STANDS[0]), 0, 1))
-    score = np.zeros(n)
+    score, every = np.zeros(n), [r(harm, c) for c in range(LABELS)]
+    hard = max(0, -np.mean(every) - max(SPREAD, np.std(every)) / np.sqrt(LABELS))
+    weight = VALUES * (1 - s.max()) * max(0, np.corrcoef(halves)[0, 1]) * hard
     for i in range(n):
         c = label[i]
         rho = min(np.corrcoef(halves)[0, 1], np.corrcoef(halves[:, label == c])[0, 1])
         like = [c] if s[c] else np.flatnonzero(s == 0)
         score[i] = (1 + s.max() * np.mean([r(harm, d) for d in like])) * (fit[i] - fit.min())
         score[i] += VALUES * max(0, rho) ** 2 * s[c] * max(0, harm[i])
+        score[i] += weight * harm[i]
     np.testing.assert_allclose(found["suspicion"], pd.Series(score).rank() / n, rtol=1e-9)
 
 
@@ -154,6 +181,16 @@ def test_confidence_is_at_most_the_share_of_wrong_labels(kind):
         assert confidence[5] > 0.25 and confidence[-1] == 0
 
 
+def test_confidence_is_less_where_well_fitted_examples_are_mostly_below():
+    """The model leans to one label, and what is right for it hurts: no sign of wrong labels."""
+    k = np.arange(1000.0)
+    fit, easy = pd.Series(-k), pd.Series(k >= 500)  # the worst first
+    lean = _confidence(fit, fit, pd.Series(np.where(k < 500, 1.0, -1.0)), easy)
+    assert (lean == 0).all()
+    wrong = _confidence(fit, fit, pd.Series(np.where((k < 300) | (k % 2 == 0), 1.0, -1.0)), easy)
+    assert wrong[0] == pytest.approx(1 - 2 / 301**0.5)  # the next one is above, too
+
+
 def learning(right: list[float]) -> MemoryLedger:
     """So many of the given labels are right in each epoch: 10 examples, two labels."""
     ledger = MemoryLedger(["all"])
@@ -184,7 +221,7 @@ def to_remove(confidence, **window):
         "el2n": [1.3, 1.2, 0.8, 0.7, 0.6, 0.5, 0.2, 0.1], "loss": 1.0,
         "label": [0, 1, 0, 0, 1, 1, 0, 0],
     })  # fmt: skip
-    table.attrs["window"] = {"label": None, "wrong": 0, "others": -0.3} | window
+    table.attrs["window"] = {"label": None, "wrong": 0, "right": 0.1} | window
     return table
 
 
@@ -206,9 +243,8 @@ def test_what_is_removed(confidence, window, first):
     assert removed(table, 4, "clean").tolist() == [7, 5, 6, 3]
 
 
-@pytest.mark.parametrize("others", [0.2, None])
-def test_the_rest_goes_at_random_where_others_may_be_wrong(others):
-    table = to_remove([0.6, 0.5] + [0.1] * 6, others=others)
+def test_the_rest_goes_at_random_where_others_may_be_wrong():
+    table = to_remove([0.6, 0.5] + [0.1] * 6, right=0.0)
     found = [removed(table, 8, "auto", seed).tolist() for seed in (0, 0, 1)]
     assert found[0] == found[1] != found[2] and found[0][:2] == [0, 1]
     assert sorted(found[0]) == sorted(found[2]) == list(range(8))
@@ -237,6 +273,12 @@ def test_the_number_of_wrong_ones_of_a_label_that_stands_out():
     assert wrong.sum() / 2 < window["wrong"] <= wrong.sum() and wrong[own].all()
     assert f"about {window['wrong']} of its examples are wrong" in by_values(window, 0)
     assert run(spread_evenly(0.15)).suspects(0).attrs["window"]["wrong"] == 0
+
+
+def test_right_is_what_is_below_zero_by_more_than_its_error():
+    assert _surely_below(np.array([-0.4, -0.6, np.nan])) == pytest.approx(0.5 - SPREAD / 2**0.5)
+    assert _surely_below(np.array([-2.0, 0.0])) == pytest.approx(1 - 0.5**0.5)
+    assert _surely_below(np.array([-0.2])) == _surely_below(np.array([np.nan])) == 0
 
 
 def test_a_label_stands_out_among_right_ones_only():

@@ -19,6 +19,7 @@ from inrun.console import Force, Json, safe, say
 from inrun.ledger import LedgerError
 from inrun.ledger.suspects import SURE, by_values, removed
 from inrun.output import check_output, write_output
+from inrun.report.examples import load_examples
 
 
 class Rule(str, Enum):
@@ -49,12 +50,12 @@ def suspects(
 ) -> None:
     """The examples whose labels are most probably wrong.
 
-    Ranked by how badly the model fitted them while it learned (loss, EL2N and margin over a window
-    of visits, which is shown), more so in labels whose badly fitted examples were harmful, and by
-    harm where one label stands out. confidence: of the examples up to this one at least this share
-    is wrong, as their values say. disagreed: share of the visits at which the model preferred
-    another label; a hard example looks the same. hurts: the target whose loss the example's values
-    raised most. A suspect is a reason to look, not a proof.
+    Ranked by how badly the model fitted them while it learned (EL2N and margin over a window of
+    visits, which is shown), more so in labels whose badly fitted examples were harmful, and by harm
+    where one label stands out or where hard examples help. confidence: of the examples up to this
+    one at least this share is wrong, as their values say. disagreed: share of the visits at which
+    the model preferred another label; a hard example looks the same. hurts: the target whose loss
+    the example's values raised most. A suspect is a reason to look, not a proof.
     """
     table = open_run(run).suspects(estimator, since=since, until=until, values=values)
     window, sure = table.attrs["window"], int((table["confidence"] >= SURE).sum())
@@ -92,6 +93,10 @@ def prune(
         Which, typer.Option(help="random, or which end to remove (--by harm or value).")
     ] = Which.bottom,
     seed: Annotated[int, typer.Option(help="Of what is removed at random.")] = 0,
+    groups: Annotated[
+        Path | None,
+        typer.Option(help="Near-duplicates that you found (id, group): all but one of a group go."),
+    ] = None,
     output: Annotated[
         Path, typer.Option("-o", "--output", help="Ids to keep: .parquet, .csv, .json or .txt.")
     ] = Path("keep.parquet"),
@@ -107,21 +112,19 @@ def prune(
     of wrong ones rises. --by noisy is for no more than the share of wrong labels.
     --by value removes those of lowest value, for comparison only: on clean SST-2 that was worse
     than --which random.
+    --groups names near-duplicates, which a run does not know: of each group all but the least
+    suspicious go before the easiest.
     Examples that were never scored are kept: nothing is known against them.
     """
-    if not 0 < ratio < 1:
-        raise LedgerError(f"--ratio must lie between 0 and 1, not {ratio:g}")
-    if output.suffix not in keeplist.SUFFIXES:
-        raise LedgerError(f"{output}: write .parquet, .csv, .json or .txt")
-    if which is Which.top and by not in (Rule.harm, Rule.value):
-        raise LedgerError(f"--which top goes with --by harm or value, not {by.value}")
+    _check_prune(ratio, output, by, which, groups)
     check_output(output, force=force)
     saved = open_run(run)
     values = saved.values(estimator)
-    gone, how = _to_remove(saved, values, round(ratio * len(values)), by, which, seed, estimator)
+    n = round(ratio * len(values))
+    gone, how = _to_remove(saved, values, n, by, which, seed, estimator, groups)
     keep = values["id"][~values["id"].isin(gone)].tolist()
     write_output(output, keeplist.write_ids(keep, output.suffix), force)
-    n = len(values) - len(keep)
+    n = len(values) - len(keep)  # examples that were never scored stay
     result: dict[str, Any] = {"examples": len(values), "removed": n, "kept": len(keep)}
     say(
         as_json,
@@ -131,9 +134,23 @@ def prune(
     )
 
 
+def _check_prune(
+    ratio: float, output: Path, by: Rule, which: Which, groups: Path | None
+) -> None:  # fmt: skip
+    """Refuse options that mean nothing, alone or together."""
+    if not 0 < ratio < 1:
+        raise LedgerError(f"--ratio must lie between 0 and 1, not {ratio:g}")
+    if output.suffix not in keeplist.SUFFIXES:
+        raise LedgerError(f"{output}: write .parquet, .csv, .json or .txt")
+    if which is Which.top and by not in (Rule.harm, Rule.value):
+        raise LedgerError(f"--which top goes with --by harm or value, not {by.value}")
+    if groups is not None and (by not in (Rule.auto, Rule.clean) or which is Which.random):
+        raise LedgerError("--groups goes with --by auto or clean")
+
+
 def _to_remove(
     saved: Any, values: pd.DataFrame, n: int, by: Rule, which: Which, seed: int,
-    estimator: str | None,
+    estimator: str | None, groups: Path | None,
 ) -> tuple[np.ndarray, str]:  # fmt: skip
     """The ids of n examples, and how they were chosen."""
     if which is Which.random:
@@ -142,7 +159,17 @@ def _to_remove(
     if by in (Rule.harm, Rule.value):
         return _ends(saved, by, which, estimator)[:n], f"{which.value}, by {by.value}"
     table = saved.suspects(estimator)
-    return table["id"].to_numpy()[removed(table, n, by.value, seed)], f"by {by.value}"
+    twins = None if groups is None else _groups(groups, table["id"])
+    return table["id"].to_numpy()[removed(table, n, by.value, seed, twins)], f"by {by.value}"
+
+
+def _groups(file: Path, ids: pd.Series) -> pd.Series:
+    """The group of each id, null where the file names none."""
+    found = load_examples(file, ids.tolist(), show=())
+    group = found["group"].set_axis(found["id"])
+    if group.isna().all():
+        raise LedgerError(f"{file}: a column 'id' and a column 'group' are needed")
+    return group.reindex(ids)
 
 
 def _ends(saved: Any, by: Rule, which: Which, estimator: str | None) -> np.ndarray:

@@ -2,8 +2,9 @@
 
 Made of two things that a run knows of each visit (signals.py, tables.py), over a window of visits:
 
-* fit: how badly the model fitted the example while it learned, the mean of its z-scores by loss,
-  EL2N and margin (minus). This finds labels that the model does not come to believe;
+* fit: how badly the model fitted the example while it learned, the mean of its z-scores by EL2N
+  and margin (minus), or by the loss where these are not on record. This finds labels that the model
+  does not come to believe;
 * harm: Σ −value/spread of its step, as a z-score. This finds labels that the model learns to
   believe and that hurt it (many of one label given another one).
 
@@ -11,22 +12,28 @@ What joins them is r, the correlation of the two among the examples of a label. 
 the right label help more than easy ones, so r is below 0 where labels are right; wrong ones fit
 badly and hurt, so r is above 0 where there are some. It differs between labels for other reasons,
 too (few validation rows of a label, or hard ones). So a label stands out if its r is far above the
-mean of the others, counted in spreads (of the others' r, at least ``SPREAD``), by the values of
-both halves of the window: s rises from 0 to 1 between the two of ``STANDS``. And the mean of the
-others must be below 0 by the whole window: otherwise there are wrong labels among them, too. Where
-no label stands out, wrong ones are spread evenly, or values are noise, and the fit alone is best.
-With s the highest of
-all labels, and for those that do not stand out the mean of their r,
+mean of the others, counted in spreads (√(1 + 1/others) times that of the others' r, which is at
+least ``SPREAD``), by the values of both halves of the window: s rises from 0 to 1 between the two
+of ``STANDS``. And the mean of the others must be below 0 by the whole window: otherwise there are
+wrong labels among them, too. Where no label stands out and r is not below 0, wrong ones are spread
+evenly and the fit alone is best. Where none stands out and the mean r over all labels is below 0,
+by h more than its standard error, most that fit badly are hard, and harm tells the wrong ones from
+these. With s the highest of all labels, and for those that do not stand out the mean of their r,
 
-    score = (1 + s r) · (fit − its lowest) + VALUES · ρ² · s of the label · harm⁺.
+    score = (1 + s r) · (fit − its lowest) + VALUES · (ρ² · s of the label · harm⁺
+            + ρ · (1 − s) · h · harm).
 
 ρ is how far values agree with themselves: the correlation, over the examples of the label (or over
-all, where that is lower), of those in the first half of the window with those in the second.
+all, where that is lower, and in the last term), of those in the first half of the window with those
+in the second.
 
 Confidence: if an example's label is right, its harm is as likely below its label's median as above
 (and more likely, if it is hard). So of the k that fit worst, those above it less those below are
 wrong, at least; less two standard errors, 2√k, they are the confidence for the first k of the
-list. It does not count harm where that made the ranking, which would find what it has sought.
+list. It does not count harm where that made the ranking, which would find what it has sought. Of
+the better fitted half of each label, which is right, at least as many should be above as below; by
+what share it is fewer, values say something else than which labels are wrong (a model that leans to
+one label by many wrong ones, and what is right for it hurts), and so much is taken off.
 
 How many are wrong of a label that stands out: if all were right, harm would be as often above its
 median by some distance as below by as much. So the most that there are above any distance, beyond
@@ -60,7 +67,7 @@ from inrun.ledger.signals import SHOWN, Window
 
 LEARNED = 0.1  # of the way from the most frequent label's share to that of the best epoch
 VALUES = 8.0  # weight of values that are the same in both halves of the window
-SPREAD, STANDS = 0.3, (1.25, 2.0)  # r differs by 0.4 between labels of clean digits
+SPREAD, STANDS = 0.3, (1.5, 2.0)  # r differs by 0.4 between labels of clean digits
 FEWEST = 10  # examples that were scored, for a correlation
 SURE = 0.5  # confidence of the suspects that are removed first, at least
 History = Callable[[Window], Iterable[pd.DataFrame]]  # step, id, loss, el2n, margin, label
@@ -80,7 +87,8 @@ class Choice:
     stands_out: float = 0.0  # from 0 to 1: how far it is another in one label, ...
     label: float | None = None  # ... which is this one
     wrong: int = 0  # so many of its examples are wrong, by their harm
-    others: float | None = None  # mean of r over the labels that do not stand out
+    others: float | None = None  # mean of r over the labels that do not stand out, ...
+    right: float = 0.0  # ... and how far that is below 0, by more than its standard error
     weight: float = 0.0  # of values, the mean over examples
 
 
@@ -105,8 +113,8 @@ def suspects_table(
         total[name] = total[name] / total["weight"]
     total["disagreed"] = total["disagreed"] / total["visits"]
     total["label"] = total["low"].where(total["low"] == total["high"])
-    scores = pd.concat([_z(total["loss"]), _z(total["el2n"]), -_z(total["margin"])], axis=1)
-    fit = scores.mean(axis=1)
+    scores = pd.concat([_z(total["el2n"]), -_z(total["margin"])], axis=1)
+    fit = scores.mean(axis=1).fillna(_z(total["loss"]))
     earlier = [int(x) for x in epochs["since"] if window.whole and x < chosen.since]
     seen = None if values is None else _seen(total, values, chosen, earlier[::-1])
     if seen is None:
@@ -155,6 +163,7 @@ def _joined(
     wrong = np.zeros(len(groups))
     known = r[0][(stands == 0) & np.isfinite(r[0])]
     others = float(known.mean()) if len(known) else None
+    help_if_hard = _surely_below(r[0]) if len(groups) > 1 else 0.0
     r[0][stands == 0] = others or 0.0
     for c, (at, own, alone) in enumerate(zip(groups, r[0], stands, strict=True)):
         median.iloc[at] = harm.iloc[at].median()
@@ -164,26 +173,40 @@ def _joined(
         weight.iloc[at] = VALUES * alone * rho**2
         wrong[c] = alone * rho * _excess((harm - median).iloc[at].dropna().to_numpy())
 
-    score = (fit - fit.min()) * factor + weight * harm.clip(lower=0.0).fillna(0.0)
+    alike = VALUES * (1 - most) * max(0.0, agreement) * help_if_hard
+    score = (fit - fit.min()) * factor
+    score += (weight * harm.clip(lower=0.0) + alike * harm).fillna(0.0)
     which = int(stands.argmax())
     hurt = _correlation(fit, harm)
     chosen = replace(
         chosen, agreement=agreement, hurt=None if math.isnan(hurt) else hurt,
         stands_out=float(most), label=float(label.iloc[groups[which][0]]) if most > 0 else None,
-        wrong=round(wrong[which]), others=others, weight=float(weight.mean()),
+        wrong=round(wrong[which]), others=others, right=_surely_below(known),
+        weight=float(weight.mean() + alike),
     )  # fmt: skip
-    return score, _confidence(score, fit, harm - median), chosen
+    easy = fit <= fit.groupby(codes).transform("median")
+    return score, _confidence(score, fit, harm - median, easy), chosen
 
 
 def _apart(r: np.ndarray) -> np.ndarray:
-    """How far each label's r is above the mean of the others, in spreads of these."""
+    """How far each label's r is above the mean of the others, in spreads of one more about the mean
+    of so many."""
     found = np.zeros(len(r))
     for c in np.flatnonzero(np.isfinite(r)):
         others = np.delete(r, c)
         others = others[np.isfinite(others)]
         if len(others):
-            found[c] = (r[c] - others.mean()) / max(SPREAD, others.std())
+            spread = max(SPREAD, others.std()) * (1 + 1 / len(others)) ** 0.5
+            found[c] = (r[c] - others.mean()) / spread
     return found
+
+
+def _surely_below(r: np.ndarray) -> float:
+    """How far the mean of r over the labels is below 0, by more than its standard error."""
+    r = r[np.isfinite(r)]
+    if not len(r):
+        return 0.0
+    return max(0.0, -float(r.mean()) - max(SPREAD, float(r.std())) / len(r) ** 0.5)
 
 
 def _others(r: np.ndarray) -> np.ndarray:
@@ -201,15 +224,17 @@ def _excess(above: np.ndarray) -> int:
     return int(np.max(np.arange(1, len(up) + 1) - as_far_below, initial=0))
 
 
-def _confidence(score: pd.Series, fit: pd.Series, above: pd.Series) -> pd.Series:
+def _confidence(score: pd.Series, fit: pd.Series, above: pd.Series, easy: pd.Series) -> pd.Series:
     """The least share of wrong labels among the examples up to each one in the ranking by score.
 
     ``above``: how far harm is above the median of the label. The share is taken to fall along the
-    ranking: what holds of the first k holds of the first few of these.
+    ranking: what holds of the first k holds of the first few of these. ``easy``: the better fitted
+    half of each label.
     """
-    k = np.arange(1, len(score) + 1)
+    k, sign = np.arange(1, len(score) + 1), np.nan_to_num(np.sign(above.to_numpy()))
     worst = np.argsort(-fit.to_numpy(), kind="stable")
-    least = (np.nan_to_num(np.sign(above.to_numpy()))[worst].cumsum() - 2 * np.sqrt(k)) / k
+    below = max(0.0, -float(sign[easy.to_numpy()].mean()))
+    least = (sign[worst].cumsum() - 2 * np.sqrt(k)) / k - below
     found = np.empty(len(k))
     order = np.argsort(-score.to_numpy(), kind="stable")
     found[order] = np.maximum.accumulate(least[::-1])[::-1].clip(0.0, 1.0)
@@ -302,26 +327,36 @@ def _chosen(history: History, epochs: pd.DataFrame, window: Window) -> tuple[Cho
     return Choice(max(since, int(epochs["since"].iloc[first])), until, why), weights.to_numpy()
 
 
-def removed(table: pd.DataFrame, n: int, rule: str, seed: int = 0) -> np.ndarray:
+def removed(
+    table: pd.DataFrame, n: int, rule: str, seed: int = 0, groups: pd.Series | None = None
+) -> np.ndarray:
     """Positions of n rows of ``suspects_table`` to remove, the first to go first.
 
     ``noisy``: the most suspicious. ``clean``: the easiest (lowest EL2N, or loss), an equal share of
     each label. ``auto``: first those that are wrong by the values (``_wrong``); then the easiest if
-    values say that the other labels are right, otherwise at random, since without easy examples the
+    values say that the other labels are right (their mean r is below 0 by more than its standard
+    error), otherwise at random, since without easy examples the
     share of wrong ones rises. Never the lowest values: on clean SST-2 that was worse than removing
     at random. ``noisy`` is for no more than the share of wrong labels: beyond, it removes hard
     examples and did worse than random.
+
+    ``groups``: by row, which are near-duplicates of each other, null where of none. Of each group
+    all but the least suspicious go after the wrong ones and before the others.
     """
     order = np.arange(len(table))  # the most suspicious first
     if rule == "noisy":
         return order[:n]
     first = _wrong(table) if rule == "auto" else np.zeros(len(table), bool)
-    others = table.attrs["window"]["others"] if rule == "auto" else -1.0
-    if others is None or others >= 0:
-        rest = np.random.default_rng(seed).permutation(order[~first])
+    twins = np.zeros(len(table), bool)
+    if groups is not None:
+        left = groups.reset_index(drop=True)[~first].dropna()
+        twins[left.index[left.duplicated(keep="last")]] = True
+    alone = ~first & ~twins
+    if rule == "auto" and not table.attrs["window"]["right"] > 0:
+        rest = np.random.default_rng(seed).permutation(order[alone])
     else:
-        rest = _easiest(table[~first])
-    return np.concatenate([order[first], rest]).astype(int)[:n]
+        rest = _easiest(table[alone])
+    return np.concatenate([order[first], order[twins], rest]).astype(int)[:n]
 
 
 def _wrong(table: pd.DataFrame) -> np.ndarray:
