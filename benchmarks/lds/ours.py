@@ -88,14 +88,16 @@ def _features(
     problem: Problem, training: Training, batch: Batch, hashed: bool
 ) -> tuple[Tensor, Tensor]:
     """[B, P] or [B, BUCKETS], and 1 − p [B]. ∇ log(p / (1 − p)) = −∇loss / (1 − p)."""
-    weights, found, wrong = end(training), [], []
-    for _, rows in chunks(problem, batch):
+    weights, wrong, found = end(training), [], torch.empty(0)
+    for ids, rows in chunks(problem, batch):
         with torch.no_grad():
             losses = problem.losses(training.model, rows)
         wrong.append(-torch.expm1(-losses).clamp(max=-1e-6))
-        grads = per_example(problem, training.model, weights, rows)
-        found.append(_flat(grads, hashed) / wrong[-1][:, None])
-    return torch.cat(found), torch.cat(wrong)
+        own = _flat(per_example(problem, training.model, weights, rows), hashed)
+        if not len(found):  # all at once: there is no memory for two of them
+            found = own.new_empty(len(batch[0]), own.shape[1])
+        found[ids] = own / wrong[-1][:, None]
+    return found, torch.cat(wrong)
 
 
 def _flat(grads: Weights, hashed: bool) -> Tensor:

@@ -155,19 +155,20 @@ def paragraphs(data: Path | None, characters: int) -> list[str]:
 
 
 def sst2(
-    noisy: bool, device: torch.device, data: Path | None, scale: float = 1.0, draw: int = 0
-) -> Problem:
+    noisy: bool, device: torch.device, data: Path | None, scale: float = 1.0, draw: int = 0,
+    rows: int = 1000, words: int = 48, asked: int = 50,
+) -> Problem:  # fmt: skip
     """MiniLM-L6 with a fresh head, fine-tuned on 1,000 sentences of SST-2 for 3 epochs; queries are
     sentences of the development set. Without its weights a small encoder reads CPython's
     documentation."""
-    n, asked = int(1000 * scale), int(50 * scale)
+    n, asked = int(rows * scale), int(asked * scale)
     where = encoder.folder(data)
     if data is None or where is None:
         ids, labels = encoder.passages(24)
         used, (ids,) = encoder.narrowed(ids)
         base, lr, asks = encoder.small(len(used), 0), 3e-3, (ids[n:], labels[n:])
     else:
-        (train, labels), (dev, other) = encoder.sst2(data, where, 48)
+        (train, labels), (dev, other) = encoder.sst2(data, where, words)
         order = torch.from_numpy(np.random.default_rng(draw).permutation(len(train)))[:n]
         ids, labels = train[order], labels[order]
         dev, other = dev[draw * asked :][:asked], other[draw * asked :][:asked]
@@ -176,18 +177,79 @@ def sst2(
     pretrained.without_dropout(base)
     y, spoilt = flipped(labels[:n], 0.1 if noisy else 0.0, 2, 1)
 
-    def make(seed: int) -> nn.Module:
-        model = copy.deepcopy(base)
-        drawn = torch.randn(base.model.classifier.weight.shape, generator=seed_of(seed)) * 0.02
-        with torch.no_grad():
-            model.model.classifier.weight.copy_(drawn)
-        return model.to(device, torch.float32)
-
     return Problem(
-        "sst2" + ("-noisy" if noisy else ""), make, cross_entropy,
+        "sst2" + ("-noisy" if noisy else ""), headed(base, base.model.classifier, device),
+        cross_entropy,
         (ids[:n].to(device), y.to(device)), tuple(x[:asked].to(device) for x in asks),
         batch=20 if scale == 1 else 10, epochs=3, lr=lr, spoilt=spoilt.to(device),
         chunk=50,
+    )  # fmt: skip
+
+
+def headed(base: nn.Module, head: nn.Linear, device: torch.device) -> Callable[[int], nn.Module]:
+    """Copies of ``base`` with other weights in this layer of it."""
+    name = next(k for k, module in base.named_modules() if module is head)
+
+    def make(seed: int) -> nn.Module:
+        model = copy.deepcopy(base)
+        with torch.no_grad():
+            drawn = torch.randn(head.weight.shape, generator=seed_of(seed)) * 0.02
+            model.get_submodule(name).weight.copy_(drawn)
+        return model.to(device, torch.float32)
+
+    return make
+
+
+class LastLayer(nn.Module):
+    """The last layer of a BERT encoder with its pooler and head: from hidden states below it
+    [B, T, D], 0 where there is padding, to logits. Only the first position is read in the end, so
+    only its query and feed-forward part are computed: the same logits with a fraction of the work.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.layer = model.bert.encoder.layer[-1]
+        self.pooler, self.classifier = model.bert.pooler, model.classifier
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        own, first = self.layer.attention.self, hidden[:, :1]
+
+        def heads(x: Tensor) -> Tensor:
+            return x.unflatten(-1, (own.num_attention_heads, -1)).transpose(1, 2)  # [B, H, ·, D/H]
+
+        q, k, v = heads(own.query(first)), heads(own.key(hidden)), heads(own.value(hidden))
+        padding = (hidden == 0).all(-1)[:, None, None]
+        weights = (q @ k.mT * own.scaling).masked_fill(padding, float("-inf")).softmax(-1)
+        attended = self.layer.attention.output((weights @ v).transpose(1, 2).flatten(2), first)
+        return self.classifier(self.pooler(self.layer.feed_forward_chunk(attended)))
+
+
+def below_last(base: encoder.Encoder, ids: Tensor) -> Tensor:
+    """What the last layer of the encoder receives, 0 where there is padding: [N, T, D]."""
+    mask = ids != encoder.PAD
+    found = []
+    with torch.no_grad():
+        for part, seen in zip(ids.split(50), mask.split(50), strict=True):
+            run = base.model.bert(part, seen.long(), output_hidden_states=True)
+            found.append(run.hidden_states[-2] * seen[..., None])
+    return torch.cat(found)
+
+
+def sst2_layer(
+    noisy: bool, device: torch.device, data: Path | None, scale: float = 1.0, draw: int = 0
+) -> Problem:
+    """As ``sst2``, but only the last layer, pooler and head of MiniLM are trained, on 600 sentences
+    for 4 epochs: what is below them never changes and is computed once. Small enough for a CPU."""
+    whole = sst2(noisy, torch.device("cpu"), data, scale, draw, 600, 32, 12)
+    base = whole.make(0).eval()
+    last = LastLayer(base.model)
+    return replace(
+        whole, name="sst2-layer" + ("-noisy" if noisy else ""),
+        make=headed(last, last.classifier, device),
+        train=(below_last(base, whole.train[0]).to(device), whole.train[1].to(device)),
+        queries=(below_last(base, whole.queries[0]).to(device), whole.queries[1].to(device)),
+        lr=1e-4, epochs=4, classifies=True,
+        spoilt=None if whole.spoilt is None else whole.spoilt.to(device),
     )  # fmt: skip
 
 
@@ -237,7 +299,8 @@ def smollm2(device: torch.device, data: Path | None, scale: float = 1.0, draw: i
 
 
 NAMES = ("digits-mlp", "digits-mlp-noisy", "digits-convnet", "digits-convnet-noisy", "byte-gpt",
-         "byte-gpt-noisy", "sst2", "sst2-noisy", "smollm2")  # fmt: skip
+         "byte-gpt-noisy", "sst2-layer", "sst2-layer-noisy", "sst2", "sst2-noisy",
+         "smollm2")  # fmt: skip
 
 
 def problem(
@@ -253,6 +316,8 @@ def problem(
         found = digits(kind.removeprefix("digits-"), noisy, device, scale, draw)
     elif kind == "byte-gpt":
         found = byte_gpt(noisy, device, data, scale, draw)
+    elif kind == "sst2-layer":
+        found = sst2_layer(noisy, device, data, scale, draw)
     elif kind == "sst2":
         found = sst2(noisy, device, data, scale, draw)
     else:

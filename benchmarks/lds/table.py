@@ -12,6 +12,8 @@ TITLES = {
     "digits-mlp": "digits, MLP", "digits-mlp-noisy": "digits, MLP, 10 % flipped",
     "digits-convnet": "digits, ConvNet", "digits-convnet-noisy": "digits, ConvNet, 10 % flipped",
     "byte-gpt": "byte GPT", "byte-gpt-noisy": "byte GPT, 10 % shuffled",
+    "sst2-layer": "SST-2, MiniLM's last layer",
+    "sst2-layer-noisy": "SST-2, MiniLM's last layer, 10 % flipped",
     "sst2": "SST-2, MiniLM", "sst2-noisy": "SST-2, MiniLM, 10 % flipped",
     "smollm2": "WikiText-2, SmolLM2-135M",
 }  # fmt: skip
@@ -243,6 +245,53 @@ def watching(place: str) -> str:
     return "\n".join([*lines, "", f"A plain training: {plain} of CPU time, one thread."])
 
 
+def whole_runs(place: str) -> str:
+    """What watching larger models costs over runs of some lengths, in trainings."""
+    path = RESULTS / f"influence-cost-{place}.json"
+    if not path.exists():
+        return "*Not measured yet: `python benchmarks/influence_cost.py` fills this table.*"
+    shapes = json.loads(path.read_text())["shapes"]
+    runs = list(next(iter(shapes.values()))["trainings"]["plain"])
+    lines = ["| | " + " | ".join(f"{s}, {int(n):,} steps" for s in shapes for n in runs) + " |",
+             "|---" * (1 + len(shapes) * len(runs)) + "|"]  # fmt: skip
+    for kind in ("secant", "influence", "both"):
+        cells = [f"{p['trainings'][kind][n]:.2f}" for p in shapes.values() for n in runs]
+        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
+    sizes = "; ".join(
+        f"{s}: {p['parameters']:,} parameters, one target of {p['validation']} rows; in plain "
+        f"steps, {steps(p)}"
+        for s, p in shapes.items()
+    )
+    last = next(reversed(shapes.values()))
+    return "\n".join([*lines, "", f"{sizes}. {last['hardware']['cpu']}, {last['date'][:10]}."])
+
+
+def schedules() -> str:
+    """LDS of influence by how often the curvature is observed."""
+    path = RESULTS / "schedule-cpu.json"
+    if not path.exists():
+        return "*Not measured yet: `python -m benchmarks.lds.schedule` fills this table.*"
+    found = json.loads(path.read_text())["lds"]
+    lines = ["| examples | of the first steps | in the end one in | LDS |", "|---" * 4 + "|"]
+    for name, lds in found.items():
+        examples, first, every, *new = name.split(",")
+        all_of = "all" if every == "1" else str(2 * int(first))
+        after = f"{every}, directions at each step" if new else every
+        lines.append(f"| {examples} | {all_of} | {after} | {lds:.3f} |")
+    return "\n".join(lines)
+
+
+def steps(shape: dict[str, Any]) -> str:
+    """What a run with influence alone is made of."""
+    own, plain = shape["seconds"]["influence"], shape["seconds"]["plain"]["others"]
+    parts = {
+        "a step that is observed": own["observed"], "another": own["others"],
+        "the first eigenbases": shape["first_renewal"],
+        "later ones": shape["renewal"] + shape["renewal_of_large"],
+    }  # fmt: skip
+    return ", ".join(f"{name} {x / plain:.2f}" for name, x in parts.items())
+
+
 def conditions(found: dict[str, Any]) -> list[str]:
     """What was measured, with what, and what did not run."""
     lines = []
@@ -253,6 +302,8 @@ def conditions(found: dict[str, Any]) -> list[str]:
             f"seeds; a training takes {p['plain_seconds']:.2g} s"
             f"{' of CPU time' if p.get('cpu_seconds') else ''}."
         )
+        if all(m["runs"] == 1 for m in p["methods"].values()):
+            lines[-1] += " Credits are of one run."
         if p["failed"]:
             lines.append(
                 f"  Did not run: {'; '.join(f'{k} ({v})' for k, v in p['failed'].items())}."
@@ -274,6 +325,8 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"lds-{place}": lambda place=place: quality(place) for place in ("cpu", "h200")},  # type: ignore
     **{f"lds-{place}-cost": lambda place=place: cost(place) for place in ("cpu", "h200")},  # type: ignore
     "lds-watching": lambda: watching("cpu"),
+    "influence-cost": lambda: whole_runs("cpu"),
+    "influence-schedule": schedules,
     "lds-removal": lambda: removal("cpu"),
     "which-number": lambda: numbers("cpu"),
     "lds-projected": lambda: projected("cpu"),

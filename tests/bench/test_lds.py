@@ -23,6 +23,7 @@ from benchmarks.lds import (
     inside,
     measures,
     ours,
+    problems,
     removal,
     retrain,
     rivals,
@@ -34,6 +35,7 @@ from benchmarks.lds.curvature import Curvature, Factors, ekfac
 from benchmarks.lds.problems import Problem, problem
 from benchmarks.lds.without import main as without
 from benchmarks.lds.without import merged
+from experiments.common import encoder
 
 CPU = torch.device("cpu")
 
@@ -179,6 +181,24 @@ def test_a_problem_at_small_size(tmp_path: Path) -> None:
              "our TRAK, exact features"}  # fmt: skip
     assert result["methods"].keys() == names
     assert all(-1 <= m["lds"]["mean"] <= 1 for m in result["methods"].values())
+
+
+def test_the_last_layer_alone_is_the_encoder() -> None:
+    """From what is below it: the same logits and gradients, with padding and without data."""
+    words = torch.tensor([[3, 4, 5, 0, 0], [6, 7, 3, 4, 5], [5, 0, 0, 0, 0]])
+    base = encoder.small(8, 0, num_hidden_layers=2).double().eval()
+    last = problems.LastLayer(base.model)
+    hidden = problems.below_last(base, words)
+    assert hidden.shape == (3, 5, 16) and not hidden[words == 0].any()
+    own = [w for k, w in base.model.named_parameters() if "layer.1" in k or "pooler" in k]
+    assert {id(w) for w in last.parameters()} > {id(w) for w in own}
+    found = [[x, *torch.autograd.grad(x.square().sum(), own)] for x in (base(words), last(hidden))]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+    given = problem("sst2-layer-noisy", CPU, None, 0.1)
+    assert given.examples == 60 and len(given.queries[0]) == 1 and int(given.spoilt.sum())
+    heads = [given.make(s).classifier.weight for s in (0, 0, 1)]
+    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
 
 
 def test_libraries_get_problems_that_they_can_read(small: Problem) -> None:

@@ -1,6 +1,7 @@
 """estimator="influence" against its definition with whole matrices (exact/influence.py)."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from inrun.curvature.curvature import Sampling
 from inrun.curvature.layer import FLOOR, LATER
 from inrun.exact.influence import WholeFisher, scale_of
 from inrun.exact.reference import _validation_gradient, groups_of, stepped
+from inrun.scoring import maps
 
 B, STEPS = 20, 13  # eigenbases at 8 and at each step after it
-SAMPLE = Sampling.of(100, "cpu").examples
+USUAL = Sampling.of(100, "cpu")
 
 
 def mse(model, batch):
@@ -79,14 +81,16 @@ def watched(
 
 
 def expected(
-    model, optimizer, data, val, kept, a=0.1, point=0.5, clip=None, bound=torch.inf, micro=1
-):
+    model, optimizer, data, val, kept, a=0.1, point=0.5, clip=None, bound=torch.inf, micro=1,
+    sampling=USUAL,
+):  # fmt: skip
     """The definition, step by step, with a real optimizer."""
     params = [p for group in groups_of(optimizer) for p in group["params"]]
     assert [p.ndim for p in params] == [2, 1, 2, 1, 1]  # two layers, and a vector
     fishers = [WholeFisher(LATER, set(range(8, STEPS + 1))) for _ in range(3)]
-    found = []
+    found, last, seen, directions = [], -1, 0, None
     for t, (x, y) in enumerate(data):
+        observed = t - last >= sampling.gap(last)
         rows = [[] for _ in params]
         for i in range(B):
             grads = torch.autograd.grad(mse(model, (x[i : i + 1], y[i : i + 1])) / B, params)
@@ -104,20 +108,23 @@ def expected(
         moved = [w0 - w1 for w0, w1 in zip(without, after, strict=True)]
         squares = [mean_square(optimizer, p, g, t) for p, g in zip(params, received, strict=True)]
         size = B // micro  # the micro-batches take turns
-        n = min(size, SAMPLE)
-        first = t % micro * size + t * n % (size - n + 1)
-        value = torch.zeros(B, dtype=torch.float64)
-        for f, *each in zip(
-            fishers, *(in_layers(z) for z in (rows, G, moved, v, squares)), strict=True
-        ):
-            r, g, step, own, square = each
-            kappa = scale_of(square, FLOOR)
-            rate = float((step * g).sum() / (kappa * g).square().sum())
-            corrected = 1 - kept ** (t + 1) if isinstance(optimizer, torch.optim.AdamW) else 1.0
-            f.tau += rate * corrected / (1 - kept)
-            f.see(B * kappa * r[first : first + n])
-            value += (kappa * f.direction(kappa * own, a) * r).reshape(B, -1).sum(1)
-        found.append(value)
+        n = min(size, sampling.examples)
+        first = seen % micro * size + seen * n % (size - n + 1)
+        if observed:
+            directions = []
+            for f, *each in zip(
+                fishers, *(in_layers(z) for z in (rows, G, moved, v, squares)), strict=True
+            ):
+                r, g, step, own, square = each
+                kappa = scale_of(square, FLOOR)
+                rate = float((step * g).sum() / (kappa * g).square().sum())
+                corrected = 1 - kept ** (t + 1) if isinstance(optimizer, torch.optim.AdamW) else 1.0
+                f.tau += rate * (t - last) * corrected / (1 - kept)
+                f.see(B * kappa * r[first : first + n])
+                directions.append(kappa * f.direction(kappa * own, a))
+            last, seen = t, seen + 1
+        each = zip(directions, in_layers(rows), strict=True)
+        found.append(sum((u * r).reshape(B, -1).sum(1) for u, r in each))
         for p, g in zip(params, received, strict=True):
             p.grad = g
         optimizer.step()
@@ -251,6 +258,128 @@ def test_a_scaled_loss_counts_as_the_loss():
     )
     wanted = expected(twin, OPTIMIZERS["plain"](twin.parameters()), data, val, 0.0)
     assert close(found["influence"], wanted)
+
+
+FEW = Sampling(3, 2, 4)  # observed: 0, 1, 2, 3, 4, 6, 9, 13, 17, 21, 25
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "keep", "loop", "options"),
+    [
+        ("adamw", 0.8, {}, {}),
+        ("sgd", 0.7, {"clip": 0.05}, {"max_norm": 0.05}),
+        ("sgd", 0.7, {"bound": 0.05}, {}),
+        ("adamw", 0.8, {"micro": 2}, {}),
+    ],
+    ids=["as it is", "clipped by norm", "clipped by value", "micro-batches"],
+)
+def test_directions_stay_until_the_next_observation(monkeypatch, optimizer, keep, loop, options):
+    monkeypatch.setattr(Sampling, "of", staticmethod(lambda *_: FEW))
+    model, data, val = problem()
+    data = [*data, *((x.flip(0), y) for x, y in data)]
+    twin = copy.deepcopy(model)
+    make = OPTIMIZERS[optimizer]
+    names = ["secant", "influence"]
+    options = options | {"halves_every": 0}  # such a step has directions of its own
+    found = watched(model, make(model.parameters()), data, val, names, **loop, **options)
+    wanted = expected(twin, make(twin.parameters()), data, val, keep, sampling=FEW, **loop)
+    assert close(found["influence"], wanted)
+
+
+@pytest.mark.parametrize("largest", [100, 10], ids=["kept", "too large to be kept"])
+def test_nothing_runs_where_directions_stay(monkeypatch, largest):
+    """Two targets of different sizes, whose values are those of the definition."""
+    monkeypatch.setattr(maps, "LARGEST", largest)
+    monkeypatch.setattr(Sampling, "of", staticmethod(lambda *_: FEW))
+    model, data, val = problem()
+    half = tuple(x[:2] for x in val)
+    passes, own = [], [copy.deepcopy(model) for _ in range(2)]
+
+    def counted(model, batch):
+        passes.append(len(batch[0]))
+        return mse(model, batch)
+
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    run = inrun.watch(
+        model, optimizer, targets={"whole": [val], "half": [half]}, loss=counted,
+        estimator="influence", audit_every=0, halves_every=0,
+    )  # fmt: skip
+    before = []
+    for batch in data:
+        with run.batch(range(B)):
+            mse(model, batch).backward()
+        passes.clear()
+        optimizer.step()
+        before.append(len(passes))
+        optimizer.zero_grad()
+    run.close()
+    skipped = [5, 7, 8, 10, 11, 12] if largest == 100 else []
+    assert [t for t, n in enumerate(before) if not n] == skipped
+    if not skipped:
+        return
+    for twin, name, batch in zip(own, ("whole", "half"), (val, half), strict=True):
+        optimizer = OPTIMIZERS["adamw"](twin.parameters())
+        wanted = expected(twin, optimizer, data, batch, 0.8, sampling=FEW)
+        assert close(torch.tensor(run.history()[name].to_numpy()).view(STEPS, B), wanted)
+
+
+def test_both_halves_of_a_step_have_directions_of_their_own(monkeypatch):
+    """Their mean is the value, also where directions would have stayed."""
+    monkeypatch.setattr(Sampling, "of", staticmethod(lambda *_: Sampling(3, 1, 100)))
+    model, data, val = problem()
+    run = inrun.watch(
+        model, OPTIMIZERS["adamw"](model.parameters()), validation=[tuple(x[:4] for x in val)],
+        loss=mse, estimator="influence", audit_every=0, halves_every=3,
+    )  # fmt: skip
+    for batch in data:
+        with run.batch(range(B)):
+            mse(model, batch).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    run.close()
+    halves = run._ledger.by_halves(0).set_index(["step", "id"])
+    assert len({step for step, _ in halves.index} - {0, 1, 2, 4, 8}) > 1
+    values = run.history().set_index(["step", "id"])["value"].loc[halves.index]
+    mean = halves[["a", "b"]].mean(axis=1)
+    torch.testing.assert_close(torch.tensor(mean.to_numpy()), torch.tensor(values.to_numpy()))
+
+
+@pytest.mark.parametrize("why", ["void", "checkpoint", "frozen"])
+def test_directions_do_not_stay_over_what_ends_them(monkeypatch, why):
+    """A step that was void, a checkpoint, other parameters: the next step has its own."""
+    monkeypatch.setattr(Sampling, "of", staticmethod(lambda *_: Sampling(3, 1, 100)))
+    model, data, val = problem()
+    passes = []
+
+    def counted(model, batch):
+        passes.append(1)
+        return mse(model, batch)
+
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    run = inrun.watch(
+        model, optimizer, validation=[val], loss=counted, estimator="influence", audit_every=0,
+        halves_every=0,
+    )  # fmt: skip
+    seen = []
+    for t, batch in enumerate(data):
+        model[0].weight.requires_grad_(t != 5 or why != "frozen")
+        with run.batch(range(B)):
+            mse(model, batch).backward()
+        if t == 5 and why == "void":
+            model[0].weight.grad[0, 0] += 1.0
+        passes.clear()
+        changed = t == 5 and why == "void"
+        with pytest.warns(UserWarning, match="void") if changed else nullcontext():
+            optimizer.step()
+        seen.append(bool(passes))
+        optimizer.zero_grad()
+        if t == 5 and why == "checkpoint":
+            run.state_dict()
+    run.close()
+    assert list(run.steps()["void"].notna()) == [why == "void" and t == 5 for t in range(STEPS)]
+    renewed = {0, 1, 2, 4, 8}  # observed
+    renewed |= {5, 6} if why == "frozen" else {6}
+    assert {t for t, x in enumerate(seen) if x} == renewed
 
 
 def test_influence_is_linear_in_the_number_of_targets():

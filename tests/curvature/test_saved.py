@@ -10,6 +10,7 @@ from torch import nn
 
 import inrun
 from inrun.curvature import saved
+from inrun.curvature.curvature import Sampling
 from inrun.ledger import LedgerError
 
 
@@ -17,13 +18,15 @@ def mse(model, batch):
     return (model(batch) - 1).square().mean()
 
 
-def trained(out=None, steps=10, state=None, optimizer=None, model=None, first=0, **options):
+def trained(
+    out=None, steps=10, state=None, optimizer=None, model=None, first=0, run=None, **options
+):
     torch.manual_seed(0)
     x = torch.randn(12, 5, 3, dtype=torch.float64)
     if model is None:
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
-    run = inrun.watch(
+    run = run or inrun.watch(
         model, optimizer, validation=[x[0]], loss=mse, out=out, estimator="influence", **options
     )
     if state is not None:
@@ -55,8 +58,14 @@ def test_saved_and_read_again(tmp_path):
     assert own.layers["0.weight"].U_S is not None  # eigenbases were there
 
 
-def test_a_resumed_run_goes_on_where_it_was():
-    whole, _, _ = trained()
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_resumed_run_goes_on_where_it_was(monkeypatch, every):
+    """Also between two observations, where directions stay."""
+    if every > 1:
+        monkeypatch.setattr(Sampling, "of", staticmethod(lambda *_: Sampling(3, 2, every)))
+    whole, model, optimizer = trained(steps=9)
+    whole.state_dict()
+    trained(run=whole, model=model, optimizer=optimizer, first=9)
     half, model, optimizer = trained(steps=9)
     buffer = io.BytesIO()
     torch.save(half.state_dict(), buffer)

@@ -34,21 +34,25 @@ from inrun.ranks.world import ALONE, World
 
 @dataclass(frozen=True)
 class Sampling:
-    """What is observed: ``examples`` of a step; the ``first`` steps, later one in so many."""
+    """What is observed: ``examples`` of a step, in each of the ``first`` steps. Then the steps in
+    between become more, up to one in ``every``."""
 
     examples: int
     first: int
     every: int
 
+    def gap(self, step: int) -> int:
+        """The next observation after this step comes so many steps later."""
+        return min(self.every, max(1, step // self.first))
+
     @staticmethod
     def of(numbers: int, kind: str) -> Sampling:
-        """For a model of so many numbers on a device of this kind. In short runs of small models
-        the curvature is the better the more is seen; in long runs of large ones little is enough.
-        """
+        """For a model of so many numbers on a device of this kind. In short runs of tiny models the
+        curvature is the better the more is seen; of others a little is nearly as good, and an
+        observed step costs more than any other: an example a tenth of a training step."""
         if kind == "cpu" and numbers <= TINY:
             return Sampling(16, 1, 1)
-        every = 4 if kind == "cpu" else 8
-        return Sampling(16, 256, every) if numbers <= SMALL else Sampling(2, 32, every)
+        return Sampling(4, 16, 16) if numbers <= SMALL else Sampling(2, 8, 16)
 
 
 TINY = 2**20  # numbers of a model on a CPU that is observed in every step
@@ -90,8 +94,11 @@ class Curvature:
 
     def due(self, step: int, params: Mapping[str, Tensor]) -> bool:
         """Is this step observed? Once, however many estimators ask."""
-        how = _sampling(params)
-        return step - self.step >= (1 if self.seen < how.first else how.every)
+        return step - self.step >= _sampling(params).gap(self.step)
+
+    def each_step(self, params: Mapping[str, Tensor]) -> bool:
+        """Will every step be observed?"""
+        return _sampling(params).every == 1
 
     def observe(
         self,

@@ -38,7 +38,7 @@ from inrun.curvature.samples import Sample, apart, joined
 
 WIDEST = 4096  # numbers of a side that gets an eigenbasis
 LATER = 4.0  # weights of the running means grow with step^(LATER − 1): later gradients count more
-LARGE = 1024  # numbers of a side whose eigenbasis is costly: renewed less often, in turns
+LARGE = 512  # numbers of a side whose eigenbasis is costly: renewed less often, in turns
 FIRST = 8  # observations before the first eigenbases: until then all is diagonal
 GROWTH = {False: 1.1, True: 1.3}  # renewed when there are so many times as many; True: LARGE
 FLOOR = 1e-3  # of the mean: no row or column counts as smaller
