@@ -306,7 +306,9 @@ def suspects_confidence() -> str:
     lines = ["| data | wrong labels | k = 20 | 50 | 100 | 200 | at most above the real share | "
              "at least half wrong |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for (task, kind), cells in _suspect_cells().items():
-        each = [c["confidence"] for c in cells]
+        each = [c["confidence"] for c in cells if "confidence" in c]
+        if not each:
+            continue
         by_k = zip(*(c["stated"] for c in each), strict=True)
         pairs = [f"{mean(x[1] for x in of):.0%} / {mean(x[2] for x in of):.0%}" for of in by_k]
         above = max(0.0, *(c["above"] for c in each))
@@ -332,6 +334,19 @@ def suspects_pruned() -> str:
     return "\n".join(lines)
 
 
+def duplicates() -> str:
+    """Are twins known to a run, and what does removing them do?"""
+    data = results("duplicates-cpu")
+    lines = ["| | mean over seeds |", "|---|---:|"]
+    for name in data["runs"][0]["nearest"]:
+        share = mean(r["nearest"][name] for r in data["runs"])
+        lines.append(f"| twin is the nearest by {name} | {share:.0%} |")
+    for name in ("auto", "auto, groups"):
+        gain = [r["removed"][name] - r["removed"]["random"] for r in data["runs"]]
+        lines.append(f"| accuracy, `{name}` minus random | {mean(gain):+.4f}{_spread(gain)} |")
+    return "\n".join([*lines, "", measured_with(data)])
+
+
 def gradient_norm() -> str:
     """What the norm of each example's whole gradient would cost."""
     data = results("gradient_norm-cpu")
@@ -339,6 +354,48 @@ def gradient_norm() -> str:
     for name, found in data["cases"].items():
         step, norms = found["step ms"], found["norms ms"]
         lines.append(f"| {name} | {step:.1f} | {norms:.2f} | {found['share']:.1%} |")
+    return "\n".join([*lines, "", measured_with(data)])
+
+
+def steadiness() -> str:
+    """What a sample of the steps says of a ranking's noise, beside the truth."""
+    data = results("steadiness")
+    every = [k for k in data["agreement"][0] if k.startswith("every")]
+    shares = [f"1 of {k.split()[1]}" for k in every]
+    lines = ["| validation, seed | one step: true | " + " | ".join(shares) + " | sums: true | "
+             + " | ".join(shares) + " |", "|---|" + "---:|" * (2 + 2 * len(every))]  # fmt: skip
+    off = []
+    for row in data["agreement"]:
+        steps = [f"{row[k]['agree']:.2f}" for k in every]
+        sums = []
+        for x in (row[k] for k in every):
+            known = x["of_sums"] is not None and x["error"] is not None
+            sums.append(f"{x['of_sums']:.2f} ± {x['error']:.2f}" if known else "–")
+            off += [abs(x["of_sums"] - row["sums"]) / x["error"]] if known else []
+        cells = [f"{row['way']}, {row['seed']}", f"{row['step']:.2f}", *steps, f"{row['sums']:.2f}"]
+        lines.append(f"| {' | '.join([*cells, *sums])} |")
+    near = sum(x <= 2 for x in off)
+    said = (
+        f"Of the sums, {near} of {len(off)} estimates are within two standard errors of the truth."
+    )
+    return "\n".join([*lines, "", f"{said} {measured_with(data)}"])
+
+
+def steadiness_cost() -> str:
+    data = results("steadiness")
+    lines = ["| | step, ms | measured, ms | of the run |", "|---|---:|---:|---:|"]
+    for row in data["costs"]:
+        cells = f"{row['ms']:.1f} | {row['ms_measured']:.1f} | {row['share_of_run']:.1%}"
+        lines.append(f"| {row['model']} | {cells} |")
+    return "\n".join([*lines, "", measured_with(data)])
+
+
+def signals() -> str:
+    data = results("signals-cpu")
+    lines = ["| | step | with signals | share | alone |", "|---|---:|---:|---:|---:|"]
+    for name, x in data["cases"].items():
+        cells = f"{x['without']:.2f} | {x['with']:.2f} | {x['share']:.1%} | {x['alone']:.2f}"
+        lines.append(f"| {name} | {cells} |")
     return "\n".join([*lines, "", measured_with(data)])
 
 
@@ -365,7 +422,68 @@ def first_steps() -> str:
     models, sampled = sorted({r["model"] for r in data["runs"]}), len(data["runs"])
     of = f"{', '.join(models)}; AdamW, lr {data['lr']:g}, float64, all coalitions"
     lines += ["", f"Lowest correlation and largest relative error of {sampled} runs ({of})."]
-    return "\n".join([*lines, measured_with(data, [data["date"]])])
+    lines.append(f"{measured_with(data, [data['date']])}")
+    return "\n".join([*lines, *wide_steps()])
+
+
+def wide_steps() -> list[str]:
+    """The same of a model whose orders are sampled of a part of the coordinates."""
+    data = results("first_steps_wide")
+    lines = ["", "0.8 million parameters, orders of a part of the coordinates:", ""]
+    steps = list(data["runs"][0]["steps"])
+    lines.append("| batch | learning rate | estimator |" + "".join(f" step {s} |" for s in steps))
+    lines.append("|---|---|---|" + "---|" * len(steps))
+    for r in data["runs"]:
+        for name in ("shapley",) if r.get("whole") else ("secant", "shapley"):
+            found = [r["steps"].get(s, {}).get(name) for s in steps]
+            cells = ["" if x is None else f"{x['R']:.4f}, {x['error']:.1%}" for x in found]
+            name = f"`{name}`" + ", all coordinates" * r.get("whole", False)
+            lines.append(f"| {r['batch']} | {r['lr']:g} | {name} | {' | '.join(cells)} |")
+    return [*lines, "", measured_with(data)]
+
+
+def first_steps_cost() -> str:
+    """Seconds of single steps, and what all measured steps of the phase take beside the secant."""
+    data = results("first_steps_cost")
+    names = {"mlp": "MLP", "gpt": "GPT", "encoder": "encoder"}
+    steps = (0, 1, 2, 5, 10)
+    lines = [
+        "| model | parameters | batch | |" + "".join(f" step {s} |" for s in steps) + " samples |"
+    ]
+    lines.append("|---|---:|---:|---|" + "---:|" * (len(steps) + 1))
+    for name, label in names.items():
+        own = {k: data.get(k, {}).get(name, {}) for k in ("after", "before")}
+        rows = {"plain": own["after"].get("plain"), "`secant`": own["after"].get("secant")}
+        rows["`shapley`"] = own["after"].get("shapley")
+        rows["`shapley`, before"] = own["before"].get("shapley")
+        for kind, found in rows.items():
+            if found is None:  # not measured
+                continue
+            times = [f"{t[s]:.2g}" if s < len(t := found["seconds"]) else "" for s in steps]
+            some = ", ".join(map(str, found["samples"][:6]))
+            cells = [label, f"{found['parameters']:,}", str(found["batch"]), kind, *times, some]
+            lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "Samples: of the first six steps; of the MLP pairs of orders of all coordinates.",
+    ]
+    return "\n".join([*lines, measured_with(data)])
+
+
+def mean_slope() -> str:
+    """Relative errors of the mean slope over random coalitions; the largest of all runs."""
+    data = results("mean_slope")
+    runs = [r for r in data["runs"] if r["batch"] <= 10]
+    steps = list(runs[0]["steps"])
+    lines = ["| |" + "".join(f" step {s} |" for s in steps), "|---|" + "---:|" * len(steps)]
+    for name in runs[0]["steps"][steps[0]]:
+        worst = [max(r["steps"][s][name] for r in runs) for s in steps]
+        cells = [f"{x:.1%}" if x < 10 else f"{x:.0f}×" for x in worst]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    of = ", ".join(sorted({r["model"] for r in runs}))
+    lines += ["", f"Largest relative error of {len(runs)} runs ({of}; batches 4 and 8; AdamW, lr "
+              f"{data['lr']:g}, float64, all coalitions)."]  # fmt: skip
+    return "\n".join([*lines, measured_with(data)])
 
 
 def scaling(device: str, base: str, *names: str) -> str:
@@ -639,9 +757,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "finetune": finetune,
     "host": host,
     "first-steps": first_steps,
+    "first-steps-cost": first_steps_cost,
+    "mean-slope": mean_slope,
+    "duplicates": duplicates,
     "suspects": suspects,
     "suspects-confidence": suspects_confidence,
     "suspects-pruned": suspects_pruned,
+    "signals": signals,
+    "steadiness": steadiness,
+    "steadiness-cost": steadiness_cost,
     "gradient-norm": gradient_norm,
     "stages": stages,
     "precision": precision,

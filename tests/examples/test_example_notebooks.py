@@ -19,6 +19,7 @@ def _surroundings(monkeypatch, tmp_path):
     monkeypatch.setenv("MPLBACKEND", "agg")
 
 
+@pytest.mark.slow  # the guide to cleaning a dataset does the same
 def test_clean_images(capsys):
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
     plt = pytest.importorskip("matplotlib.pyplot", reason="the notebook shows images with it")

@@ -162,7 +162,8 @@ def numbers_of(run: inrun.Run) -> Iterator[tuple[str, list[float]]]:
     for estimator in ESTIMATORS:
         values = run.values(estimator).sort_values("id")
         assert values["id"].tolist() == list(range(EXAMPLES))
-        for column in values.drop(columns=["loss", "el2n", "margin"]).select_dtypes("float64"):
+        signals = ["loss", "el2n", "margin", "loss_change"]
+        for column in values.drop(columns=signals).select_dtypes("float64"):
             yield f"{estimator} {column}", values[column].tolist()
     for column in MEASURED:
         yield f"step {column}", run.steps()[column].tolist()
