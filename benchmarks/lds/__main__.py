@@ -140,7 +140,7 @@ def row(
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("problems", nargs="*", default=list(NAMES), metavar="PROBLEM")
+    parser.add_argument("problems", nargs="*", default=list(NAMES), metavar="PROBLEM[:DRAW]")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data", type=Path, help="folder with wikitext-2, sst2 and weights")
     parser.add_argument("--cache", type=Path, help="folder for the outcomes of retrainings")

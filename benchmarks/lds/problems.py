@@ -303,11 +303,11 @@ NAMES = ("digits-mlp", "digits-mlp-noisy", "digits-convnet", "digits-convnet-noi
          "smollm2")  # fmt: skip
 
 
-def problem(
-    name: str, device: torch.device, data: Path | None, scale: float = 1.0, draw: int = 0
-) -> Problem:
-    """``scale`` below 1 for tests. ``draw`` chooses the rows and queries: results are of draw 0,
-    and whatever a method leaves to be chosen is chosen on another."""
+def problem(name: str, device: torch.device, data: Path | None, scale: float = 1.0) -> Problem:
+    """``scale`` below 1 for tests. "NAME:2" is the problem with other rows and queries: tables are
+    of draw 0, some of draws from 2 on as well; what a method leaves to be chosen is chosen on 1."""
+    name, _, number = name.partition(":")
+    draw = int(number or 0)
     noisy = name.endswith("-noisy")
     kind = name.removesuffix("-noisy")
     if name not in NAMES:

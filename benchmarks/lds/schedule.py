@@ -57,8 +57,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/schedule-cpu.json")
     args = parser.parse_args(given)
-    name, _, draw = args.problem.partition(":")
-    own = problem(name, torch.device("cpu"), args.data, args.scale, int(draw or 1))
+    own = problem(args.problem, torch.device("cpu"), args.data, args.scale)
     masks = halves(own.examples, args.subsets)
     losses, _ = outcomes(own, masks, args.repeats, args.cache, together=10)
     result = {"problem": own.name, "subsets": args.subsets, "repeats": args.repeats}

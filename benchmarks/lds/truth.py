@@ -38,9 +38,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def asked(name: str, args: argparse.Namespace) -> Problem:
-    kind, _, draw = name.partition(":")
-    device = torch.device(args.device)
-    return problem(kind, device, args.data, args.scale, int(draw or 0))
+    return problem(name, torch.device(args.device), args.data, args.scale)
 
 
 def main(given: Sequence[str] | None = None) -> None:

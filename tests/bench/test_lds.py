@@ -292,7 +292,7 @@ def test_truth_keeps_the_outcomes_for_the_methods(
     sizes = ["--subsets", "3", "--repeats", "2", "--scale", "0.05", "--cache", str(tmp_path)]
     truth.main(["digits-mlp:1", "no-such-problem", *sizes])
     assert "no-such-problem left out" in capsys.readouterr().out
-    given = problem("digits-mlp", CPU, None, 0.05, 1)
+    given = problem("digits-mlp:1", CPU, None, 0.05)
     masks = retrain.halves(given.examples, 3)
     kept, _ = retrain.outcomes(given, masks, 2, tmp_path)
     again, _ = retrain.outcomes(given, masks, 2)
@@ -301,7 +301,7 @@ def test_truth_keeps_the_outcomes_for_the_methods(
 
 
 def test_another_draw_has_other_rows_and_another_name() -> None:
-    one, other = (problem("digits-mlp", CPU, None, 0.05, k) for k in (0, 1))
+    one, other = (problem(f"digits-mlp:{k}", CPU, None, 0.05) for k in (0, 1))
     assert other.name == "digits-mlp-draw1" and one.name == "digits-mlp"
     assert not torch.equal(one.train[0], other.train[0])
     assert not torch.equal(one.queries[0], other.queries[0])

@@ -159,12 +159,21 @@ def _sample(
         if node.param is not None and isinstance(record, Pair):
             _, T, I = record.a.shape  # noqa: E741
             O = record.delta.shape[-1]  # noqa: E741
-            if min(I, O) > 2 * T and not record.a.is_complex():
+            if _unformed(T, O, I) and not record.a.is_complex():
                 return _product(place, record.cut(first, first + n), weight, factor)
     rows = [
         _rows(k, own, params[k], first, n, factor) for k, own in zip(place.names, uses, strict=True)
     ]
     return Formed(joined(place, rows, weight))
+
+
+def _unformed(T: int, O: int, I: int) -> bool:  # noqa: E741
+    """Do the three questions take less arithmetic if the gradients are not formed? Multiplications
+    of one example with T tokens: squares, left and right."""
+    product = (
+        T * (O * O + I * I + O * I) + T * (T * I + T * O + O * O) + T * (T * O + T * I + I * I)
+    )
+    return product < T * O * I + 2 * O * I * (O + I)
 
 
 def _product(place: Place, record: Record, weight: Tensor, factor: Any) -> Product:
