@@ -72,6 +72,26 @@ def quality(place: str) -> str:
     return grid(place, cell, [first])
 
 
+def draws(place: str, name: str) -> str:
+    """LDS of one problem and of the same with other rows and queries."""
+    path = RESULTS / f"lds-{place}.json"
+    known = json.loads(path.read_text())["problems"] if path.exists() else {}
+    found = {k: p["methods"] for k, p in known.items() if k.partition(":")[0] == name}
+    if len(found) < 2:
+        return f"*Not measured yet: `python -m benchmarks.lds {name}:2` fills this table.*"
+    named = {k: {"methods": m} for k, m in found.items()}
+    shared = [m for m in methods(named) if all(m in own for own in found.values())]
+    drawn = [f"draw {k.partition(':')[2] or 0}" for k in found]
+    lines = [f"| {TITLES[name]} | " + " | ".join(drawn) + " | mean | two runs agree |",
+             "|---" * (len(found) + 3) + "|"]  # fmt: skip
+    for m in shared:
+        lds = [own[m]["lds"]["mean"] for own in found.values()]
+        same = [own[m]["agreement"] for own in found.values()]
+        cells = [f"{x:.2f}" for x in [*lds, sum(lds) / len(lds), sum(same) / len(same)]]
+        lines.append(f"| {m} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def cost(place: str) -> str:
     """Cost in trainings and the agreement of two runs."""
 
@@ -324,6 +344,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "lds-public": public,
     **{f"lds-{place}": lambda place=place: quality(place) for place in ("cpu", "h200")},  # type: ignore
     **{f"lds-{place}-cost": lambda place=place: cost(place) for place in ("cpu", "h200")},  # type: ignore
+    "lds-draws": lambda: draws("cpu", "digits-convnet-noisy"),
     "lds-watching": lambda: watching("cpu"),
     "influence-cost": lambda: whole_runs("cpu"),
     "influence-schedule": schedules,
