@@ -6,8 +6,8 @@ In one run half of the steps, drawn anew for each pair, read no signals. The sha
 others take more, in processor time: the mean over ``repeat`` blocks of ``steps`` steps of each
 kind, ± its standard error. In each block the mean of the middle 90 % counts, of steps that differ
 in nothing else; signals of small classifiers, which are computed for many steps together, are asked
-for before the block ends and counted as a whole. Beside it the arithmetic alone, again and again on the same
-numbers.
+for before the block ends and counted as a whole. Beside it the arithmetic alone, again and again on
+the same numbers.
 """
 
 from __future__ import annotations
