@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -134,7 +135,7 @@ def rows_of(logp: Tensor, y: Tensor, ignore: int | np.ndarray) -> np.ndarray:
     with DisableTorchFunction():
         z, labels = logp.detach().numpy(), y.numpy()
         N, C = z.shape
-        some, row = max(1, PIECE // C), np.arange(N)
+        some, row = max(1, PIECE // C), _numbers(N)
         ignored = (labels == ignore).nonzero()[0]
         at = labels
         if len(ignored):
@@ -161,6 +162,12 @@ def rows_of(logp: Tensor, y: Tensor, ignore: int | np.ndarray) -> np.ndarray:
     if len(ignored):
         found[:, ignored] = 0
     return found
+
+
+@lru_cache(maxsize=4)
+def _numbers(n: int) -> np.ndarray:
+    """0, 1, …, n − 1, not to be written to."""
+    return np.arange(n)
 
 
 def means(sums: np.ndarray) -> np.ndarray:
