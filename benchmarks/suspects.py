@@ -240,9 +240,8 @@ def pruned(trainer: Trainer, suspects: Any, run: Any) -> dict[str, dict[str, flo
         gone["lowest values"] = [lowest[:k]]
         draws = [1000 * i + seed for i in range(RANDOM)]
         gone["auto"] = [ids[removed(suspects, k, "auto", draw)] for draw in draws]
-        gone["random"] = [
-            np.random.default_rng((seed + 1000, i)).permutation(n)[:k] for i in range(RANDOM)
-        ]
+        # the same draws: where values say nothing, auto is random, and the difference 0
+        gone["random"] = [ids[np.random.default_rng(draw).permutation(n)[:k]] for draw in draws]
         means = {name: float(np.mean([left(out) for out in sets])) for name, sets in gone.items()}
         found[str(ratio)] = {name: round(mean, 5) for name, mean in means.items()}
     return found
