@@ -3,7 +3,7 @@
     python benchmarks/suspects.py [--tasks digits,letters,text] [--seeds 10-12] [--data DIR]
                                   [--model DIR] [--device cuda] [--examples N] [--epochs N]
                                   [--length N] [--no-prune] [--trainings N] [--cheap]
-                                  [--ledgers DIR] [--out FILE.json] [--add]
+                                  [--ledgers DIR] [--out FILE.json] [--add [--anew]]
 
 Tasks (``digits-8``: with 8 epochs only): scikit-learn's digits; letters that matplotlib's fonts
 draw, 16 × 16, turned, shifted and noisy (Pillow); SST-2 from --data (sst2/train.tsv, sst2/dev.tsv)
@@ -22,8 +22,8 @@ last layer, and before on seeds below 78; its results are of seeds 80 to 95: mea
 Beside it, its confidence and the share of wrong labels among as many examples. Removing: accuracy
 on clean held-out examples after training on what is left, minus that of as many removed at random.
 ``--ledgers`` keeps what was recorded; a run that is there already is not trained again. ``--add``
-adds to the cells that --out has: those measured again are replaced, and accuracies after removing
-go with all earlier ones of the same task and kind, which were of another rule.
+adds to the cells that --out has: those measured again are replaced. ``--anew``: what was removed in
+cells of the same tasks and kinds goes, since it was by another rule.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--ledgers", type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--add", action="store_true", help="keep other cells that --out has")
+    parser.add_argument("--anew", action="store_true", help="the rule of removing has changed")
     a = parser.parse_args()
     before = json.loads(a.out.read_text()) if a.add else {}
     first, last = (a.seeds.split("-") * 2)[:2]
@@ -119,16 +120,18 @@ def main() -> None:
                 cells.append({"task": task, "kind": kind, "seed": seed} | found)
                 print(json.dumps(cells[-1]), flush=True)
                 if a.out:
-                    a.out.write_text(json.dumps(joined(before, about, cells), indent=1) + "\n")
+                    a.out.write_text(
+                        json.dumps(joined(before, about, cells, a.anew), indent=1) + "\n"
+                    )
     print(table(cells))
 
 
 def joined(
-    before: dict[str, Any], about: dict[str, Any], cells: list[dict[str, Any]]
-) -> dict[str, Any]:  # fmt: skip
+    before: dict[str, Any], about: dict[str, Any], cells: list[dict[str, Any]], anew: bool = False
+) -> dict[str, Any]:
     """What a file holds that had ``before``."""
     again = {(c["task"], c["kind"], c["seed"]) for c in cells}
-    removed_in = {(c["task"], c["kind"]) for c in cells if "prune" in c}
+    removed_in = {(c["task"], c["kind"]) for c in cells if anew and "prune" in c}
     kept = []
     for c in before.get("cells", []):
         if (c["task"], c["kind"]) in removed_in:

@@ -15,7 +15,7 @@ def test_cells_are_added():
         cell(4, auroc=4) | {"kind": "uniform", "prune": 4},
     ]}  # fmt: skip
     new = [cell(3, auroc=5), cell(5, auroc=5, prune=6)]
-    found = joined(before, {"date": "now", "commit": "b"}, new)
+    found = joined(before, {"date": "now", "commit": "b"}, new, anew=True)
     assert found["cells"] == [
         cell(1, auroc=1),  # what was removed there was of an earlier rule
         cell(4, auroc=4) | {"kind": "uniform", "prune": 4}, *new,
@@ -29,7 +29,7 @@ def test_a_first_result_is_as_it_is():
     assert found == {"commit": "b", "cells": [cell(1)]}
 
 
-def test_nothing_removed_leaves_what_was_removed_before():
+def test_more_of_the_same_rule():
     before = {"commit": "a", "cells": [cell(1, prune=1)]}
-    found = joined(before, {"commit": "b"}, [cell(2, auroc=1)])
-    assert found == {"commits": ["a", "b"], "cells": [cell(1, prune=1), cell(2, auroc=1)]}
+    found = joined(before, {"commit": "b"}, [cell(2, prune=2)])
+    assert found == {"commits": ["a", "b"], "cells": [cell(1, prune=1), cell(2, prune=2)]}
