@@ -1,9 +1,13 @@
 """What do the free signals (loss, EL2N, margin) cost, and where does their time go?
 
-    python benchmarks/signals.py [--steps N] [--out FILE.json]
+    python benchmarks/signals.py [--steps N] [--repeat N] [--cases MLP,ConvNet,GPT] [--out FILE]
 
-In one run every second step reads no signals; processor time of both kinds of step (medians), and
-of their arithmetic alone, called again and again on the same numbers.
+In one run half of the steps, drawn anew for each pair, read no signals. The share is what the
+others take more, in processor time: the mean over ``repeat`` blocks of ``steps`` steps of each
+kind, ± its standard error. In each block the mean of the middle 90 % counts, of steps that differ
+in nothing else; signals of small classifiers, which are computed for many steps together, are asked
+for before the block ends and counted as a whole. Beside it the arithmetic alone, again and again on
+the same numbers.
 """
 
 from __future__ import annotations
@@ -28,41 +32,80 @@ import inrun
 from benchmarks.steadiness import convnet, network, next_token
 from benchmarks.steady import loss_of
 from inrun.bench.machine import commit, hardware, versions
-from inrun.capture import capture, signals
+from inrun.capture import capture, later, signals
 from inrun.demo.digits import load
 from inrun.gpt import GPT
 
 FIRST = 30  # steps until the plans of the passes are known
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+class Switch:
+    """Reading signals, on or off; and the time in which those of many steps are computed."""
+
+    def __init__(self) -> None:
+        self.on, self.together = True, 0.0
+        self.own = capture.watch_loss, capture.read_node, later.Together._work
+
+    def __enter__(self) -> Switch:
+        watch, read, work = self.own
+        capture.watch_loss = lambda *a: watch(*a) if self.on else None
+        capture.read_node = lambda *a: read(*a) if self.on else None
+        later.Together._work = lambda some: self.timed(work, some)  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        capture.watch_loss, capture.read_node, later.Together._work = self.own  # type: ignore[method-assign]
+
+    def timed(self, work: Callable[[Any], None], some: Any) -> None:
+        begun = time.process_time()
+        work(some)
+        self.together += time.process_time() - begun
 
 
 def measure(
-    model: nn.Module, batch: Any, rows: int, validation: Any,
-    loss: Callable[[nn.Module, Any], Tensor], steps: int,
-) -> dict[str, float]:  # fmt: skip
-    on, own = True, (capture.watch_loss, capture.read_node)
-    capture.watch_loss, capture.read_node = (
-        lambda *a, f=f: f(*a) if on else None for f in own
-    )  # fmt: skip
-    times: tuple[list[float], list[float]] = ([], [])
-    try:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        with inrun.watch(
-            model, optimizer, loss=loss, validation=[validation], estimator="secant",
-            audit_every=0, halves_every=0,
-        ) as run:  # fmt: skip
-            for step in range(FIRST + steps):
-                on = step < FIRST or step % 2 == 0
-                begun = time.process_time()
-                with run.batch(range(rows)):
-                    loss(model, batch).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if step >= FIRST:
-                    times[on].append(1e3 * (time.process_time() - begun))
-    finally:
-        capture.watch_loss, capture.read_node = own
-    without, with_signals = (float(np.median(t)) for t in times)
-    return {"without": without, "with": with_signals, "share": with_signals / without - 1}
+    model: nn.Module, batch: Any, rows: int, validation: Any, loss: Loss, steps: int, repeat: int
+) -> dict[str, Any]:
+    optimizer, rng = torch.optim.AdamW(model.parameters(), lr=1e-3), np.random.default_rng(0)
+    with Switch() as switch, inrun.watch(
+        model, optimizer, loss=loss, validation=[validation], estimator="secant",
+        audit_every=0, halves_every=0,
+    ) as run:  # fmt: skip
+
+        def step(on: bool) -> float:
+            switch.on, together = on, switch.together
+            begun = time.process_time()
+            with run.batch(range(rows)):
+                loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return time.process_time() - begun - (switch.together - together)
+
+        for _ in range(FIRST):
+            step(True)
+        blocks = []
+        for _ in range(repeat):
+            run.history()  # nothing waits any more
+            switch.together = 0.0
+            order = [bool(x) for _ in range(steps) for x in rng.permutation(2)]
+            times: tuple[list[float], list[float]] = ([], [])
+            for on in order:
+                times[on].append(1e3 * step(on))
+            run.history()
+            blocks.append([*map(middle, times), 1e3 * switch.together / steps])
+    without, reading, together = np.array(blocks).T
+    share = (reading + together) / without - 1
+    error = share.std(ddof=1) / len(share) ** 0.5
+    return {
+        "without": without.mean(), "with": (reading + together).mean(), "together": together.mean(),
+        "share": share.mean(), "error": error, "blocks": share.round(5).tolist(),
+    }  # fmt: skip
+
+
+def middle(x: list[float]) -> float:
+    """The mean without the lowest and highest twentieth."""
+    cut = len(x) // 20
+    return float(np.mean(np.sort(x)[cut : len(x) - cut]))
 
 
 def alone(rows: int, classes: int) -> float:
@@ -71,13 +114,15 @@ def alone(rows: int, classes: int) -> float:
     given = signals.Labelled(z, y, 1, logarithms=True, normalised=True)
     begun, n = time.process_time(), 300
     for _ in range(n):
-        signals.means(signals._computed(given).double().numpy())
+        later.means(signals.computed(given).double().numpy())
     return 1e3 * (time.process_time() - begun) / n
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--cases", default="MLP,ConvNet,GPT")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/signals-cpu.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -95,11 +140,13 @@ def main() -> None:
     }  # fmt: skip
     found = {}
     for name, (case, logits) in cases.items():
-        found[name] = measure(*case, args.steps) | {"alone": alone(*logits)}
-        print(name, found[name], flush=True)
+        if name.split(",")[0] in args.cases.split(","):
+            found[name] = measure(*case, args.steps, args.repeat) | {"alone": alone(*logits)}
+            print(name, found[name], flush=True)
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    result = {"cases": found, "steps": args.steps, "date": now, "commit": commit(),
-              "hardware": hardware(torch.device("cpu")), "versions": versions()}  # fmt: skip
+    result = {"cases": found, "steps": args.steps, "repeat": args.repeat, "date": now,
+              "commit": commit(), "hardware": hardware(torch.device("cpu")),
+              "versions": versions()}  # fmt: skip
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {args.out}")
 

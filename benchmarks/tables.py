@@ -394,7 +394,8 @@ def signals() -> str:
     data = results("signals-cpu")
     lines = ["| | step | with signals | share | alone |", "|---|---:|---:|---:|---:|"]
     for name, x in data["cases"].items():
-        cells = f"{x['without']:.2f} | {x['with']:.2f} | {x['share']:.1%} | {x['alone']:.2f}"
+        share = f"{x['share']:.1%} ± {x['error']:.1%}"
+        cells = f"{x['without']:.2f} | {x['with']:.2f} | {share} | {x['alone']:.2f}"
         lines.append(f"| {name} | {cells} |")
     return "\n".join([*lines, "", measured_with(data)])
 

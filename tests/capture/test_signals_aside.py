@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from capture.test_signals import B, C, T, means, obvious
+from capture.test_signals import B, C, T, exact, means, obvious
 from inrun.capture.capture import Capture
-from inrun.capture.signals import means as example_means
 from inrun.capture.signals import of_examples
 
 PASSES = 8
@@ -66,9 +65,7 @@ def last(model: Reader, outside=None, **options):
             loss = model(x, y)["loss"] if outside is None else outside(model(x)["logits"], y)
             loss.backward()
     assert micro.void is None
-    found = of_examples([micro])
-    found = None if found is None else torch.from_numpy(example_means(found.numpy()))
-    return found, model(x)["logits"].detach(), y, capture.aside.followed
+    return exact(of_examples([micro])), model(x)["logits"].detach(), y, capture.aside.followed
 
 
 def same(found: Tensor | None, wanted: list[list[float]]) -> None:
@@ -160,7 +157,7 @@ def test_packed_rows_of_changing_owners():
         [obvious(z[i, t], y[i, t]) for i in range(B) for t in range(T) if owner[i, t] == k]
         for k in range(3)
     ]
-    same(torch.from_numpy(example_means(of_examples([micro]).numpy())), [means(r) for r in rows])
+    same(exact(of_examples([micro])), [means(r) for r in rows])
 
 
 def test_training_is_the_same_to_the_last_bit():

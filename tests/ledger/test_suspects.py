@@ -221,7 +221,8 @@ def to_remove(confidence, **window):
         "el2n": [1.3, 1.2, 0.8, 0.7, 0.6, 0.5, 0.2, 0.1], "loss": 1.0,
         "label": [0, 1, 0, 0, 1, 1, 0, 0],
     })  # fmt: skip
-    table.attrs["window"] = {"label": None, "wrong": 0, "right": 0.1} | window
+    nothing = {"agreement": None, "others": None, "stands_out": 0.0}
+    table.attrs["window"] = {"label": None, "wrong": 0, "right": 0.1} | nothing | window
     return table
 
 
@@ -249,6 +250,26 @@ def test_the_rest_goes_at_random_where_others_may_be_wrong():
     assert found[0] == found[1] != found[2] and found[0][:2] == [0, 1]
     assert sorted(found[0]) == sorted(found[2]) == list(range(8))
     assert removed(table, 4, "clean").tolist() == [7, 5, 6, 3]
+
+
+@pytest.mark.parametrize(
+    "change, first",
+    [
+        ({}, [0, 1]),  # values are steady, and hard examples do not help
+        ({"right": 0.1}, [7, 5]),  # they do: the easiest go
+        ({"agreement": 0.9}, None),  # no more than by chance, of 8 examples
+        ({"agreement": None}, None),
+        ({"others": None}, None),  # not known
+        ({"stands_out": 0.2, "label": 0.0}, None),
+    ],
+)
+def test_suspects_go_first_where_hard_examples_do_not_help(change, first):
+    window = {"agreement": 1.1, "others": -0.1, "right": 0.0} | change
+    with patch.object(suspects, "DOUBTED", 0.25):
+        found = [removed(to_remove([0.0] * 8, **window), 8, "auto", k).tolist() for k in range(9)]
+    heads = {tuple(x[:2]) for x in found}
+    assert heads == {tuple(first)} if first else len(heads) > 3
+    assert (len({tuple(x) for x in found}) > 3) == (window["right"] == 0)
 
 
 @pytest.mark.parametrize(

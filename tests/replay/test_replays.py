@@ -29,6 +29,7 @@ def recorder(monkeypatch):
     found = TapeRecorder()
     monkeypatch.setattr(replays, "recorder_for", lambda device: found)
     monkeypatch.setattr(replays, "USUAL", USUAL)
+    monkeypatch.setattr(signals, "SOME", 0)
     monkeypatch.setattr(signals, "FEW", 0)  # NumPy's work is not recorded; a GPU has none of it
     return found
 

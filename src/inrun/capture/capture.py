@@ -14,6 +14,7 @@ What happens where:
     graph.py        the autograd graph behind it, compared with that of each pass
     reading.py      takes what was remembered from the autograd graph of a known pass
     signals.py      loss, EL2N and margin of each example, from calls of classification losses
+    later.py        the same of small classifiers, for many steps together
     site.py         analyses an operation in which parameters meet examples and builds its tap
     tap.py          the autograd functions that hand δ over in the backward pass
     micro_batch.py  keeps the records
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 from inrun.capture.compiled.backend import Backend
 from inrun.capture.inputs import Inputs
 from inrun.capture.intercept import Interceptor
+from inrun.capture.later import Together
 from inrun.capture.memo import Memo
 from inrun.capture.micro_batch import Choice, Keeper, MicroBatch
 from inrun.capture.mode import seen_functions
@@ -107,6 +109,7 @@ class Capture:
             self.aside.compiled()
         self.backend = Backend(self)
         self.params = params
+        self.together = Together()
         self.replays: Replays | None = None
 
     def alike(self, params: Mapping[str, Tensor]) -> Capture:
@@ -146,8 +149,9 @@ class Capture:
         self.interceptor.open(micro)
         self.outputs.doubts = micro.doubts
         self.aside.new_batch(micro)
-        read = partial(watch_loss, micro, self.provenance.find, self.aside.loss)
-        self.interceptor.mode.on_loss, self.aside.on_loss = read, partial(read_node, micro)
+        read = partial(watch_loss, micro, self.provenance.find, self.aside.loss, self.together)
+        self.interceptor.mode.on_loss = read
+        self.aside.on_loss = partial(read_node, micro, self.together)
         try:
             with (
                 self.blocks.undone_if_it_fails(),

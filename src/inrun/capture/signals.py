@@ -24,15 +24,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inrun.capture.later import Kept, Later, Several, Together, rows_of
 from inrun.capture.micro_batch import MicroBatch
 from inrun.tensors.autocast import no_autocast
 from inrun.tensors.layout import Layout, to_rows
@@ -42,12 +41,11 @@ from inrun.torch_compat import DisableTorchFunction, saved_tensors_hooks
 MANY = 2048  # classes: beyond, EL2N and margin (several passes over the logits) are left out
 TOGETHER = 2**24  # logits that are worked on at a time
 UNNORMALISED = 1e-2  # |log Σp| from which the input of nll_loss is no log-probability
-FEW = 2**14  # logits on a CPU up to which NumPy is faster
+FEW, SOME = 2**14, 2**22  # logits on a CPU that wait for others; that NumPy works on
 HALF, WIDE = (torch.float16, torch.bfloat16), (torch.float32, torch.float64)
 
 
-@dataclass(frozen=True)
-class Labelled:
+class Labelled(NamedTuple):
     """The arguments of a loss: logits (or log-probabilities), labels, and the dimension of the
     classes in the logits (None: every number is a binary logit of its own)."""
 
@@ -85,13 +83,16 @@ LOSSES = {
 }
 
 
+CROSS = F.cross_entropy
+
+
 def watch_loss(
     micro: MicroBatch, find: Callable[[Tensor], Any], note: Callable[[Any, Any], None],
-    func: Any, args: Any, kwargs: Any, out: Any,
+    together: Together, func: Any, args: Any, kwargs: Any, out: Any,
 ) -> None:  # fmt: skip
     """A loss has just been computed under the mode: note its signals, which count when a gradient
     arrives at ``out``. ``find`` knows origins; ``note`` gets the loss's node and the origin of its
-    logits, None for one that cannot be read from its node."""
+    logits, None for one that cannot be read from its node. Small ones go ``together``."""
     if not isinstance(out, Tensor) or not out.requires_grad:
         return
     given = LOSSES[func](*args, **kwargs)
@@ -102,26 +103,31 @@ def watch_loss(
     if whose is None:
         return
     node = out.grad_fn
-    loss = None if saved_tensors_hooks() else of_node(node)
+    loss = None if saved_tensors_hooks() else of_node(node, given if func is CROSS else None)
     if loss is not None and loss.logits.shape != given.logits.shape:
         loss = None
     note(node, origin if loss is not None and type(origin) is Layout else None)
-    out.register_hook(partial(_arrived, micro, _computed(loss or given), whose))
+    out.register_hook(partial(_arrived, micro, _rows_later(loss or given, together), whose))
 
 
-def read_node(micro: MicroBatch, node: Any, origin: Layout) -> None:
+def read_node(micro: MicroBatch, together: Together, node: Any, origin: Layout) -> None:
     """The same of a loss that the mode has not seen: a node of a plan, and the origin of its
     logits when the mode saw it."""
     loss = of_node(node)
     whose = None if loss is None else _whose(micro, origin, loss)
     if loss is not None and whose is not None:
-        rows = _computed(loss)
+        rows = _rows_later(loss, together)
         node.register_prehook(lambda grads: _arrived(micro, rows, whose, grads[0]))
 
 
-def of_node(node: Any) -> Labelled | None:
-    """What a loss's node in the autograd graph holds; None if that is another loss, or rounded."""
+def of_node(node: Any, call: Labelled | None = None) -> Labelled | None:
+    """What a loss's node in the autograd graph holds; None if that is another loss, or rounded.
+    ``call``: arguments of the ``cross_entropy`` that made it."""
     name = "" if node is None else node.name()
+    if call is not None and name == "NllLossBackward0":  # fewer questions
+        z = node._saved_self
+        found = Labelled(z, call.labels, call.classes, call.ignore, True, True)
+        return None if z.dtype in HALF else found
     if name == "BinaryCrossEntropyWithLogitsBackward0":
         found = Labelled(node._saved_self, node._saved_target, None)
     elif name in ("NllLossBackward0", "NllLoss2DBackward0"):
@@ -141,11 +147,17 @@ def _signed(x: int) -> int:
     return x - 2**64 if x >= 2**63 else x
 
 
-def _computed(loss: Labelled) -> Tensor:
-    with DisableTorchFunction():
-        few = _few_rows(loss)
-    if few is not None:
-        return few
+def _rows_later(loss: Labelled, together: Together) -> Kept | Tensor:
+    """The signals of the rows; the loss itself, if it is a small one."""
+    if on_host(loss, FEW):
+        return Kept(loss.logits, loss.labels, loss.ignore, together)
+    return computed(loss)
+
+
+def computed(loss: Labelled) -> Tensor:
+    """The signals of the rows."""
+    if on_host(loss, SOME) and loss.logits.shape[1] <= MANY:
+        return torch.from_numpy(rows_of(loss.logits, loss.labels, loss.ignore))
     with torch.no_grad(), DisableTorchFunction(), no_autocast(loss.logits.device.type):
         return row_signals(loss)
 
@@ -158,7 +170,8 @@ def _whose(micro: MicroBatch, origin: Any, loss: Labelled) -> Layout | Tensor | 
     if isinstance(origin, Layout) and not origin.data and origin.dim != c:
         if micro.owner is None and micro.slots is None:
             moved = origin.dim - (c is not None and origin.dim > c)
-            return Layout(moved, origin.outer, origin.inner)
+            known = moved == origin.dim
+            return origin if known else Layout(moved, origin.outer, origin.inner)
         rows = z.shape[origin.dim] // (origin.outer * origin.inner)
         own = torch.arange(rows, device="cpu").repeat_interleave(origin.inner)
         entries = own.repeat(origin.outer).view(
@@ -220,25 +233,13 @@ def _rows(z: Tensor, y: Tensor, loss: Labelled) -> Tensor:
     return found.masked_fill_(ignored, 0)
 
 
-def _few_rows(loss: Labelled) -> Tensor | None:
-    """``_rows`` of a small classifier on a CPU, by NumPy: a call of torch takes longer than the
-    arithmetic of some hundred numbers. None for anything else."""
+def on_host(loss: Labelled, most: int) -> bool:
+    """Are these log-probabilities on a CPU, no more than so many (later.py)?"""
     z, y = loss.logits, loss.labels
-    small = type(z) is type(y) is Tensor and z.ndim == 2 and z.numel() <= FEW and z.shape[1] > 1
-    small = small and loss.normalised and z.dtype in WIDE and y.dtype == torch.int64
-    if not small or z.device.type != "cpu" or y.device.type != "cpu":
-        return None
-    others, labels = z.detach().numpy().copy(), y.numpy()
-    ignored = labels == loss.ignore
-    at = np.arange(len(labels)), np.where(ignored, 0, labels)
-    found = np.empty((5, len(labels)), others.dtype)
-    own = others[at]
-    others[at] = -np.inf
-    found[0], found[2], found[3], found[4] = own, others.max(1), labels, 1
-    p = np.exp(others)  # of the other labels
-    found[1] = np.sqrt(np.einsum("nc,nc->n", p, p) + np.expm1(own) ** 2)
-    found[:, ignored] = 0
-    return torch.from_numpy(found)
+    return (
+        loss.normalised and z.ndim == 2 and z.is_cpu and z.numel() <= most and z.shape[1] > 1
+        and type(z) is type(y) is Tensor and z.dtype in WIDE and y.dtype == torch.int64 and y.is_cpu
+    )  # fmt: skip
 
 
 def _soft_rows(z: Tensor, t: Tensor, loss: Labelled) -> Tensor:
@@ -265,51 +266,53 @@ def _binary_rows(z: Tensor, t: Tensor) -> Tensor:
     return found
 
 
-def _arrived(micro: MicroBatch, rows: Tensor, whose: Layout | Tensor, g: Tensor | None) -> None:
+def _arrived(
+    micro: MicroBatch, rows: Kept | Tensor, whose: Layout | Tensor, g: Tensor | None
+) -> None:
     """The gradient of a loss: the rows where it is not 0 are part of the training."""
     if g is None:
         return
-    with torch.no_grad(), DisableTorchFunction():
-        g = g.detach()  # one number, or one for each row
-        if g.ndim == 0 and g.device.type == "cpu" and g != 0 and _in_order(micro, rows, whose):
-            micro.signals = rows if micro.signals is None else micro.signals + rows
+    with DisableTorchFunction():  # g: one number, or one for each row
+        whole = g.ndim == 0 and g.is_cpu and g.item() != 0
+        alone = whole and micro.signals is None and isinstance(whose, Layout)
+        if alone and isinstance(rows, Kept) and rows.B == micro.B:
+            rows.own()
+            micro.signals = rows
             return
-        kept = torch.where(g.reshape(rows.shape[1:] if g.ndim else ()) != 0, rows, 0)
-        if isinstance(whose, Tensor):
-            sums = kept.new_zeros(5, micro.B + 1).index_add_(1, whose, kept.flatten(1))[:, :-1]
-        elif _in_order(micro, kept, whose):
-            sums = kept
+    with torch.no_grad(), DisableTorchFunction():
+        rows = rows.rows() if isinstance(rows, Kept) else rows
+        had = micro.signals.rows() if isinstance(micro.signals, Kept) else micro.signals
+        if whole and isinstance(whose, Layout) and rows.ndim == 2 and whose.outer == 1:
+            sums = rows if rows.shape[1] == micro.B else rows.view(5, micro.B, -1).sum(2)
         else:
-            behind = Layout(whose.dim + 1, whose.outer, whose.inner)
-            sums = to_rows(kept, behind, micro.B).flatten(2).sum(2).T  # [B, 5, …]
-        micro.signals = sums if micro.signals is None else micro.signals + sums.to(micro.signals)
+            sums = _sums(micro, rows, whose, g)
+        micro.signals = sums if had is None else had + sums.to(had)
 
 
-def _in_order(micro: MicroBatch, rows: Tensor, whose: Layout | Tensor) -> bool:
-    """Is row k the only one of example k?"""
-    return not isinstance(whose, Tensor) and rows.ndim == 2 and rows.shape[1] == micro.B
+def _sums(micro: MicroBatch, rows: Tensor, whose: Layout | Tensor, g: Tensor) -> Tensor:
+    """[5, B]: sums over the rows of each example that have a gradient, one number or one for each
+    row."""
+    g = g.detach()
+    kept = torch.where(g.reshape(rows.shape[1:] if g.ndim else ()) != 0, rows, 0)
+    if isinstance(whose, Tensor):
+        return kept.new_zeros(5, micro.B + 1).index_add_(1, whose, kept.flatten(1))[:, :-1]
+    behind = Layout(whose.dim + 1, whose.outer, whose.inner)
+    return to_rows(kept, behind, micro.B).flatten(2).sum(2).T  # [B, 5, …]
 
 
-def of_examples(micros: Sequence[MicroBatch]) -> Tensor | None:
-    """[5, B]: sums over the rows of each example of a step that count, and how many these are;
-    None without any."""
-    known = [m.signals for m in micros if m.signals is not None]
+def of_examples(micros: Sequence[MicroBatch]) -> Tensor | Later | None:
+    """The signals of the examples of a step, later; or [5, B]: sums over the rows of each that
+    count, and how many these are; None without any."""
+    small = [m.signals for m in micros if isinstance(m.signals, Kept)]
+    if small and len(small) == len(micros):
+        for kept in small:
+            kept.wait()
+        return small[0] if len(small) == 1 else Several(small)
+    parts = [m.signals.rows() if isinstance(m.signals, Kept) else m.signals for m in micros]
+    known = [s for s in parts if s is not None]
     if len(micros) <= 1 or not known:
         return known[0] if known else None
     like = known[0]
     unknown = (like.new_zeros(5, m.B) for m in micros)
-    sums = [
-        u if m.signals is None else m.signals.to(like) for m, u in zip(micros, unknown, strict=True)
-    ]
+    sums = [u if s is None else s.to(like) for s, u in zip(parts, unknown, strict=True)]
     return torch.cat(sums, 1)
-
-
-def means(sums: np.ndarray) -> np.ndarray:
-    """[4, B] from [5, B]: loss, EL2N, margin and label, the means over the rows of each example."""
-    if (sums[4] == 1).all():
-        found = np.empty((4, sums.shape[1]), sums.dtype)
-        found[0], found[1], found[2], found[3] = -sums[0], sums[1], sums[0] - sums[2], sums[3]
-        return found
-    count = np.where(sums[4] > 0, sums[4], np.nan)
-    own, el2n, other, label = sums[:4] / count
-    return np.stack([-own, el2n, own - other, np.where(sums[4] == 1, label, np.nan)])

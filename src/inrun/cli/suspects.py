@@ -85,7 +85,8 @@ def prune(
         Rule,
         typer.Option(
             help="auto: the suspects that are wrong by the values, then the easiest of each label, "
-            "or at random if others may be wrong, too; noisy: the suspects; "
+            "or a tenth of suspects and then at random if others may be wrong, too; "
+            "noisy: the suspects; "
             "clean: the easiest of each label; harm, value: one end of that ranking."
         ),
     ] = Rule.auto,
@@ -107,9 +108,10 @@ def prune(
     """Write the ids to keep after removing a share of the examples.
 
     By default the suspects go first as far as values say that they are wrong (of clean data hardly
-    any). Then the examples that the model fitted most easily, an equal share of each label; at
-    random, if values do not say that the others are right, since without easy examples the share
-    of wrong ones rises. --by noisy is for no more than the share of wrong labels.
+    any). Then the examples that the model fitted most easily, an equal share of each label. If
+    values do not say that the others are right, the most suspicious tenth where values are steady,
+    then at random, since without easy examples the share of wrong ones rises. --by noisy is for no
+    more than the share of wrong labels.
     --by value removes those of lowest value, for comparison only: on clean SST-2 that was worse
     than --which random.
     --groups names near-duplicates, which a run does not know: of each group all but the least

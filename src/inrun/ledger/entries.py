@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from inrun.ledger import LedgerError
 from inrun.ledger.audits import audit_columns
-from inrun.ledger.signals import SIGNALS, WHOLE, Window
+from inrun.ledger.signals import SIGNALS, WHOLE, Later, Window
 from inrun.ledger.steady import Steadiness
 from inrun.ledger.tables import (
     STEP_COLUMNS,
@@ -69,7 +69,7 @@ class StepEntry:
     tokens: Tokens | None = None
     sums: np.ndarray | None = None
     moved: np.ndarray | None = None
-    signals: np.ndarray | None = None
+    signals: np.ndarray | Later | None = None
     bend: np.ndarray | None = None
     halves: np.ndarray | None = None
 
@@ -224,9 +224,10 @@ def _scan(
 
 def _columns(entry: StepEntry, estimator: int, targets: Sequence[int]) -> np.ndarray:
     """The values of these targets, signals behind them: [targets, B]."""
-    signals = entry.signals
-    if signals is None:
+    if entry.signals is None:
         signals = np.full((len(SIGNALS), len(entry.ids)), np.nan)
+    else:
+        signals = np.asarray(entry.signals)
     Q = max(targets, default=0) + 1 if entry.values is None else entry.values.shape[1]
     V = np.full((Q, len(entry.ids)), np.nan) if entry.values is None else entry.values[estimator]
     if entry.halves is None or entry.values is None:
@@ -261,6 +262,8 @@ def step_row(entry: StepEntry, estimator: int) -> dict[str, Any]:
 
 def as_state(entry: StepEntry) -> dict[str, Any]:
     """An entry as a checkpoint holds it."""
+    if entry.signals is not None:
+        entry = replace(entry, signals=np.asarray(entry.signals))
     found: dict[str, Any] = _arrays_as_lists(asdict(entry))
     return found
 

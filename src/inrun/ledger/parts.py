@@ -257,7 +257,8 @@ def buffered(entry: StepEntry, ids: pa.Array, columns: Columns) -> BufferedEntry
             raise LedgerError(
                 f"step {entry.step}: signals have shape {entry.signals.shape}, not {wanted}"
             )
-        entry = replace(entry, signals=np.array(entry.signals, np.float32))
+        if isinstance(entry.signals, np.ndarray):  # others are computed when they are written
+            entry = replace(entry, signals=np.array(entry.signals, np.float32))
     if entry.values is None:
         return BufferedEntry(entry, ids, None)
     E, Q, B = shape = (len(columns.estimators), len(columns.targets), len(entry.ids))

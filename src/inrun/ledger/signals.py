@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
@@ -20,6 +21,16 @@ SIGNALS = ("loss", "el2n", "margin", "label")  # the rows of StepEntry.signals
 SHOWN = SIGNALS[:3]  # those that have a mean over visits
 CHANGE = "loss_change"  # from an example's first visit to its last
 FIELDS = [(f"signal:{name}", pa.float32()) for name in SIGNALS]  # columns of a file
+
+
+class Later(Protocol):
+    """The signals of a step that are computed when ``np.asarray`` asks for them."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -76,9 +87,9 @@ def change_name(targets: Sequence[str]) -> str:
     return CHANGE if len(targets) < 2 or CHANGE not in targets else f"signal {CHANGE}"
 
 
-def arrays(entries: Sequence[tuple[int, np.ndarray | None]]) -> list[pa.Array]:
+def arrays(entries: Sequence[tuple[int, np.ndarray | Later | None]]) -> list[pa.Array]:
     """The columns of a file for some steps, each given as its number of examples and signals."""
-    parts = [np.full((len(SIGNALS), n), np.nan) if s is None else s for n, s in entries]
+    parts = [np.full((len(SIGNALS), n), np.nan) if s is None else np.asarray(s) for n, s in entries]
     every = np.concatenate(parts, axis=1) if parts else np.zeros((len(SIGNALS), 0))
     return [pa.array(x.astype(np.float32), from_pandas=True) for x in every]
 

@@ -70,6 +70,7 @@ VALUES = 8.0  # weight of values that are the same in both halves of the window
 SPREAD, STANDS = 0.3, (1.5, 2.0)  # r differs by 0.4 between labels of clean digits
 FEWEST = 10  # examples that were scored, for a correlation
 SURE = 0.5  # confidence of the suspects that are removed first, at least
+DOUBTED = 0.1  # of all examples: suspects that are removed first where labels are not right
 History = Callable[[Window], Iterable[pd.DataFrame]]  # step, id, loss, el2n, margin, label
 Values = Callable[[Window], pd.Series]  # Σ −value/spread by id
 
@@ -335,10 +336,11 @@ def removed(
     ``noisy``: the most suspicious. ``clean``: the easiest (lowest EL2N, or loss), an equal share of
     each label. ``auto``: first those that are wrong by the values (``_wrong``); then the easiest if
     values say that the other labels are right (their mean r is below 0 by more than its standard
-    error), otherwise at random, since without easy examples the
-    share of wrong ones rises. Never the lowest values: on clean SST-2 that was worse than removing
-    at random. ``noisy`` is for no more than the share of wrong labels: beyond, it removes hard
-    examples and did worse than random.
+    error). Otherwise the most suspicious tenth if values are steady and no label stands out
+    (``_doubted``), and then at random, since without easy examples the share of wrong ones rises.
+    Never the lowest values: on clean SST-2 that was worse than removing at random. ``noisy`` is for
+    no more than the share of wrong labels: beyond, it removes hard examples and did worse than
+    random.
 
     ``groups``: by row, which are near-duplicates of each other, null where of none. Of each group
     all but the least suspicious go after the wrong ones and before the others.
@@ -346,13 +348,14 @@ def removed(
     order = np.arange(len(table))  # the most suspicious first
     if rule == "noisy":
         return order[:n]
-    first = _wrong(table) if rule == "auto" else np.zeros(len(table), bool)
+    auto = rule == "auto"
+    first = _wrong(table) | _doubted(table) if auto else np.zeros(len(table), bool)
     twins = np.zeros(len(table), bool)
     if groups is not None:
         left = groups.reset_index(drop=True)[~first].dropna()
         twins[left.index[left.duplicated(keep="last")]] = True
     alone = ~first & ~twins
-    if rule == "auto" and not table.attrs["window"]["right"] > 0:
+    if auto and not table.attrs["window"]["right"] > 0:
         rest = np.random.default_rng(seed).permutation(order[alone])
     else:
         rest = _easiest(table[alone])
@@ -369,6 +372,16 @@ def _wrong(table: pd.DataFrame) -> np.ndarray:
     there = (table["label"] == window["label"]).to_numpy()
     found: np.ndarray = (confidence >= SURE) | (k <= least)
     return found | (there & (there.cumsum() <= window["wrong"]))
+
+
+def _doubted(table: pd.DataFrame) -> np.ndarray:
+    """The first ``DOUBTED`` of the rows, if there are wrong labels among all. Where labels are
+    right, examples that fit badly are hard ones, and these help. So where they do not, though
+    values agree with themselves beyond chance (three standard errors), some are wrong."""
+    window, n = table.attrs["window"], len(table)
+    steady = window["agreement"] is not None and window["agreement"] > 3 / max(1, n) ** 0.5
+    known = window["others"] is not None and not window["right"] > 0 and window["stands_out"] == 0
+    return np.arange(n) < (round(DOUBTED * n) if steady and known else 0)
 
 
 def _easiest(table: pd.DataFrame) -> np.ndarray:

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inrun.capture.later import Later, means
 from inrun.capture.micro_batch import MicroBatch
-from inrun.capture.signals import means, of_examples
+from inrun.capture.signals import of_examples
 from inrun.ledger.entries import ELSEWHERE, Audit
 from inrun.ledger.tokens import Tokens, moved_by
 from inrun.scoring.agreed import OTHER_DIRECTION, SAME_EVERYWHERE, SEE_THERE, Agreed
@@ -41,7 +42,7 @@ class StepResult:
     tokens: Tokens | None = None
     sums: np.ndarray | None = None  # [E, Q] of the values of all ranks, where there are several
     moved: np.ndarray | None = None  # [E, 2, Q] of "carry": the drop along the step, and by decay
-    signals: np.ndarray | None = None  # [4, B], capture/signals.py
+    signals: np.ndarray | Later | None = None  # [4, B], capture/signals.py
     bend: np.ndarray | None = None  # [E] where orders were sampled: how far the secant was off
     halves: np.ndarray | None = None  # [E, 2, B] by two halves of the validation rows (halving.py)
 
@@ -68,7 +69,7 @@ class Columns:
     example: np.ndarray | Tensor  # [C] −1: nobody's; a tensor where that is known on a device only
     token: np.ndarray  # [C] is it a position of its example?
     inputs: Tensor | None  # of these positions, what the model received, if these are integers
-    signals: Tensor | None = None  # [5, B] sums over the rows of losses (capture/signals.py)
+    signals: Tensor | Later | None = None  # [5, B] sums over rows of losses (capture/signals.py)
 
     @staticmethod
     def of(micros: Sequence[MicroBatch]) -> Columns:
@@ -92,7 +93,7 @@ class Columns:
     def moving(self) -> dict[str, Tensor]:
         """What must travel to the host with the numbers of the step."""
         found = {} if isinstance(self.example, np.ndarray) else {"columns": self.example}
-        found |= {} if self.signals is None else {"signals": self.signals}
+        found |= {"signals": self.signals} if isinstance(self.signals, Tensor) else {}
         return found if self.inputs is None else {**found, "inputs": self.inputs}
 
     def by_example(self, values: np.ndarray, columns: np.ndarray | None = None) -> np.ndarray:
@@ -228,7 +229,8 @@ class Conclusion:
             own = better
             nobody = every.nobody if agreed is not None else own[..., -1]
         sums = None if agreed is None else every.sums - every.nobody
-        kept = None if signals is None else means(signals).astype(np.float32, copy=False)
+        later = None if isinstance(whose.signals, Tensor) else whose.signals
+        kept = later if signals is None else means(signals).astype(np.float32, copy=False)
         by_halves = None if halves is None else halves[..., :-1]
         return StepResult(
             own[..., :-1], None, audit, float(missed), nobody, tokens, sums, moved, kept, bend,
