@@ -19,7 +19,7 @@ METHODS = {
     "secant": "secant (inrun)",
 }  # fmt: skip
 LATER = tuple(f"{e}, later" for e in ("sgd", "tangent", "secant"))  # without the first step
-ASKED = (*INFLUENCE, "ask")
+ASKED = ("bm25", "if", *INFLUENCE, "ask")
 PAIRS = (("tangent", "sgd"), ("secant", "sgd"), ("secant", "tangent"))
 PAPER = {  # average ranks by candidates and category: BM25, IF-proxy, in-run SGD, in-run Adam
     10_000: {
@@ -51,29 +51,35 @@ def summarise(results: Results) -> dict[str, Any]:
     found = {name: one(shards, lexical) for name, shards in runs.items()}
     pretrained = {n: r for n, r in results.items() if r["task"] == "pretrain"}
     apart = {n: by_method(r, POINTS) for n, r in results.items() if r["task"] == "points"}
-    without = {n: by_method(r, ASKED) for n, r in results.items() if r["task"] == "influence"}
+    without = {
+        n: by_method(r, ASKED, lexical) for n, r in results.items() if r["task"] == "influence"
+    }
     return {"runs": found, "pretrained": pretrained, "points": apart, "influence": without}
 
 
-def by_method(result: dict[str, Any], methods: Sequence[str]) -> dict[str, Any]:
-    """Average ranks of these methods in one run."""
-    ranks = flat(result)
-    return {
-        "candidates": result["candidates"],
-        "categories": {
-            c: {m: places([(s, r) for s, k, of, r in ranks if (k, of) == (c, m)]) for m in methods}
-            for c in CATEGORIES
-        },
-    }
+def by_method(
+    result: dict[str, Any], methods: Sequence[str], lexical: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
+    """Average ranks of these methods in one run, of the categories that it asked."""
+    ranks = flat(result) + lexical_of(result["candidates"], set(result["sources"]), lexical)
+    categories = {}
+    for c in CATEGORIES:
+        own = {m: [(s, r) for s, k, of, r in ranks if (k, of) == (c, m)] for m in methods}
+        if any(own.values()):
+            categories[c] = {m: places(found) for m, found in own.items() if found}
+    return {"candidates": result["candidates"], "categories": categories}
+
+
+def lexical_of(candidates: int, sources: set[int], lexical: Sequence[dict[str, Any]]) -> list[Rank]:
+    """What is known of these sources without a run."""
+    same = [r for r in lexical if r["candidates"] == candidates]
+    return [x for r in same for x in flat(r) if x[0] in sources]
 
 
 def one(shards: list[dict[str, Any]], lexical: list[dict[str, Any]]) -> dict[str, Any]:
     candidates = shards[0]["candidates"]
     sources = {s for r in shards for s in r["sources"]}
-    ranks = [x for r in shards for x in flat(r)]
-    for r in lexical:
-        if r["candidates"] == candidates:
-            ranks += [x for x in flat(r) if x[0] in sources]
+    ranks = [x for r in shards for x in flat(r)] + lexical_of(candidates, sources, lexical)
     loss = {
         k: [float(np.mean([r["loss"][k][i] for r in shards])) for i in (0, 1)]
         for k in ("candidates", "queries")
@@ -201,12 +207,15 @@ def points(committed: dict[str, Any]) -> str:
 
 def influence(committed: dict[str, Any]) -> str:
     """What would be without the source, in the run and asked after it, beside values."""
-    lines = heading("size", "run, candidates", "scenario", *ASKED)
+    titles = (METHODS.get(m, m) for m in ASKED)
+    lines = heading("size", "run, candidates", "scenario", "queries", *titles)
     for size, data in committed.items():
         for name, run in data["summary"].get("influence", {}).items():
             for category, found in run["categories"].items():
-                cells = (rank(found[m]) for m in ASKED)
-                lines.append(row(size, named(name, run), CATEGORIES[category], *cells))
+                cells = (rank(found.get(m)) for m in ASKED)
+                queries = str(found["influence"]["rank"]["n"])
+                what = size, named(name, run), CATEGORIES[category], queries
+                lines.append(row(*what, *cells))
     if len(lines) > 2:
         return "\n".join(lines)
     return "*Not measured yet: `inrun reproduce source-identification` fills this table.*"
