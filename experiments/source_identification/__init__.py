@@ -17,6 +17,7 @@ from experiments.source_identification.summary import (
     points,
     summarise,
     table,
+    without,
 )
 from experiments.source_identification.texts import problem
 
@@ -161,6 +162,7 @@ EXPERIMENT = Experiment(
         "reproduce-source-identification-differences": differences,
         "reproduce-source-identification-points": points,
         "reproduce-source-identification-influence": influence,
+        "reproduce-source-identification-without": without,
     },
     figures={
         "reproduce-source-identification.png": drawn_by("experiments.source_identification.figure")
