@@ -11,13 +11,13 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from experiments import EXPERIMENTS, load
-from experiments.common.parts import SIZES, reproduce, select
+from experiments.common.parts import CPU, SIZES, reproduce, select
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(EXPERIMENTS))
-    parser.add_argument("--size", default="smoke", choices=SIZES)
+    parser.add_argument("--size", default="smoke", choices=(*SIZES, CPU))
     parser.add_argument("--data", type=Path)
     parser.add_argument("--out", type=Path, help="with one NAME")
     parser.add_argument("--only", action="append", default=[])

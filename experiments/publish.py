@@ -13,7 +13,7 @@ from pathlib import Path
 
 from experiments import EXPERIMENTS, load
 from experiments.common.figures import save
-from experiments.common.parts import ROOT, write
+from experiments.common.parts import COMMITTED, ROOT, write
 
 IMAGES = ROOT / "docs" / "images"
 
@@ -22,7 +22,7 @@ def copy(paths: Sequence[Path]) -> None:
     files = [f for p in paths for f in (sorted(p.glob("**/summary.json")) if p.is_dir() else [p])]
     for file in files:
         data = json.loads(file.read_text("utf-8"))
-        if data.get("size") not in ("smoke", "paper"):
+        if data.get("size") not in COMMITTED:
             continue
         target = load(data["experiment"]).folder / f"{data['size']}.json"
         write(target, data)

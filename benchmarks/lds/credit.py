@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from benchmarks.lds import clock
 from benchmarks.lds.gradients import Training
 from benchmarks.lds.problems import Problem
 
@@ -26,3 +30,20 @@ class Credit:
 
 
 Method = Callable[[Problem, int, Training], dict[str, Credit]]
+
+
+def credited(name: str, work: Callable[[], Tensor], problem: Problem) -> dict[str, Credit]:
+    """The scores of another library. ``work`` returns [N, Q]; what it prints is not shown."""
+    begun = clock.now()
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        values = work().detach().double().cpu()
+    seconds = clock.now() - begun
+    expected = (problem.examples, len(problem.queries[0]))
+    if values.shape != expected:
+        raise ValueError(f"{name} returned {tuple(values.shape)} instead of {expected}")
+    return {name: Credit(values, seconds)}

@@ -36,6 +36,7 @@ class Problem:
     lr: float
     spoilt: Tensor | None = None  # which training rows are noise [N]
     classifies: bool = False  # model(x) are logits: what other libraries can read
+    transformers: bool = False  # the model is a ``Causal``: what bergson can read
     chunk: int | None = None  # rows of which per-example gradients are formed at a time
 
     @property
@@ -132,6 +133,31 @@ def byte_gpt(
         (rows.to(device),), (queries.to(device),), batch=20 if scale == 1 else 10,
         epochs=20 if scale == 1 else 4, lr=2e-3, spoilt=spoilt.to(device),
     )  # fmt: skip
+
+
+def byte_llama(
+    device: torch.device, data: Path | None, scale: float = 1.0, draw: int = 0
+) -> Problem:
+    """The rows and queries of ``byte_gpt`` for a Llama of transformers: a model that libraries for
+    transformers' language models can read. 12 epochs: after them the loss of queries rises again.
+    """
+    rows = byte_gpt(False, device, data, scale, draw)
+    return replace(
+        rows, name="byte-llama", make=seeded(small_llama, device), transformers=True,
+        epochs=12 if scale == 1 else 4,
+    )  # fmt: skip
+
+
+def small_llama() -> nn.Module:
+    """Two layers, 64 wide, with a head of its own; first weights as large as ``small_gpt``'s."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=172, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=2048, initializer_range=0.06,
+        tie_word_embeddings=False, bos_token_id=0, eos_token_id=0, attn_implementation="eager",
+    )  # fmt: skip
+    return Causal(LlamaForCausalLM(config))
 
 
 def small_gpt() -> nn.Module:
@@ -299,7 +325,7 @@ def smollm2(device: torch.device, data: Path | None, scale: float = 1.0, draw: i
 
 
 NAMES = ("digits-mlp", "digits-mlp-noisy", "digits-convnet", "digits-convnet-noisy", "byte-gpt",
-         "byte-gpt-noisy", "sst2-layer", "sst2-layer-noisy", "sst2", "sst2-noisy",
+         "byte-gpt-noisy", "byte-llama", "sst2-layer", "sst2-layer-noisy", "sst2", "sst2-noisy",
          "smollm2")  # fmt: skip
 
 
@@ -316,6 +342,8 @@ def problem(name: str, device: torch.device, data: Path | None, scale: float = 1
         found = digits(kind.removeprefix("digits-"), noisy, device, scale, draw)
     elif kind == "byte-gpt":
         found = byte_gpt(noisy, device, data, scale, draw)
+    elif kind == "byte-llama":
+        found = byte_llama(device, data, scale, draw)
     elif kind == "sst2-layer":
         found = sst2_layer(noisy, device, data, scale, draw)
     elif kind == "sst2":

@@ -1,6 +1,7 @@
-"""Other libraries, called as their documentation says: dattri, kronfluence, traker and captum. One
-that is not installed or fails is named in the results. Problems that do not classify are for those
-that take a loss of any kind (``ANY_LOSS``).
+"""Other libraries, called as their documentation says: dattri, kronfluence, traker, captum and
+bergson (bergson_scores.py). One that is not installed or fails is named in the results. Problems
+that do not classify are for those that take a loss of any kind (``ANY_LOSS``), and language models
+of transformers for bergson, which reads nothing else.
 
 Their credits are of one trained model (TracInCP: of its checkpoints). Damping decides much, and
 defaults do badly here (TRAK has none, with more features than examples). So it was chosen in favour
@@ -11,9 +12,7 @@ them. It is the same on all problems. A choice of ours is in the name of the met
 from __future__ import annotations
 
 import contextlib
-import io
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import metadata
@@ -26,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.lds import clock
-from benchmarks.lds.credit import Credit, Method
+from benchmarks.lds.bergson_scores import bergson_ekfac, bergson_trackstar
+from benchmarks.lds.credit import Credit, Method, credited
 from benchmarks.lds.gradients import Training
 from benchmarks.lds.ours import CHECKPOINTS, end
 from benchmarks.lds.problems import Batch, Problem
@@ -41,23 +40,6 @@ KRONFLUENCE = {"default damping": 1e-8, "0.1 × mean eigenvalue": None, "damping
 def loaders(problem: Problem, rows: int = 100) -> tuple[DataLoader[Any], DataLoader[Any]]:
     return (DataLoader(TensorDataset(*problem.train), rows),
             DataLoader(TensorDataset(*problem.queries), rows))  # fmt: skip
-
-
-def credited(name: str, work: Callable[[], Tensor], problem: Problem) -> dict[str, Credit]:
-    """``work`` returns [N, Q]; what it prints is not shown."""
-    begun = clock.now()
-    with (
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        values = work().detach().double().cpu()
-    seconds = clock.now() - begun
-    expected = (problem.examples, len(problem.queries[0]))
-    if values.shape != expected:
-        raise ValueError(f"{name} returned {tuple(values.shape)} instead of {expected}")
-    return {name: Credit(values, seconds)}
 
 
 def one_row(problem: Problem, model: nn.Module) -> Callable[..., Tensor]:
@@ -287,6 +269,7 @@ LIBRARIES = {
     "traker": (traker_trak,),
     "captum": (captum_tracin,),
 }
+TRANSFORMERS = {"bergson": (bergson_ekfac, bergson_trackstar)}
 
 ANY_LOSS = (dattri_trak, dattri_tracin, dattri_ekfac, kronfluence_ekfac)
 
@@ -296,13 +279,15 @@ def of(problem: Problem) -> list[Method]:
     many rows at a time."""
     if problem.classifies:
         return [m for many in LIBRARIES.values() for m in many]
-    return [*ANY_LOSS] if problem.chunk is None else [kronfluence_ekfac]
+    if problem.chunk is not None:
+        return [kronfluence_ekfac]
+    return [*ANY_LOSS, *(m for many in TRANSFORMERS.values() for m in many if problem.transformers)]
 
 
 def versions() -> dict[str, str | None]:
     """Of the libraries; None where one is not installed."""
     found: dict[str, str | None] = {}
-    for name in LIBRARIES:
+    for name in (*LIBRARIES, *TRANSFORMERS):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

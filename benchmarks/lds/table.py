@@ -12,6 +12,7 @@ TITLES = {
     "digits-mlp": "digits, MLP", "digits-mlp-noisy": "digits, MLP, 10 % flipped",
     "digits-convnet": "digits, ConvNet", "digits-convnet-noisy": "digits, ConvNet, 10 % flipped",
     "byte-gpt": "byte GPT", "byte-gpt-noisy": "byte GPT, 10 % shuffled",
+    "byte-llama": "byte Llama",
     "sst2-layer": "SST-2, MiniLM's last layer",
     "sst2-layer-noisy": "SST-2, MiniLM's last layer, 10 % flipped",
     "sst2": "SST-2, MiniLM", "sst2-noisy": "SST-2, MiniLM, 10 % flipped",
@@ -329,8 +330,9 @@ def conditions(found: dict[str, Any]) -> list[str]:
                 f"  Did not run: {'; '.join(f'{k} ({v})' for k, v in p['failed'].items())}."
             )
     last = next(reversed(found.values()))
-    names = ("torch", "dattri", "kronfluence", "traker", "captum")
-    with_versions = ", ".join(f"{n} {last['versions'].get(n) or '–'}" for n in names)
+    names = ("torch", "dattri", "kronfluence", "traker", "captum", "bergson")
+    known = {n: x for p in found.values() for n, x in p["versions"].items() if x}
+    with_versions = ", ".join(f"{n} {known.get(n, '–')}" for n in names)
     where = last["hardware"]["gpu"] or last["hardware"]["cpu"]
     return [*lines, "", f"{where}, {with_versions}, {last['date'][:10]}."]
 

@@ -27,7 +27,7 @@ from benchmarks.lds.__main__ import credits_of
 from benchmarks.lds.problems import Problem, problem
 from inrun.bench.machine import commit, hardware, versions
 
-SHARES = (0.02, 0.05, 0.2)  # of the rows, removed for a query
+SHARES = (0.02, 0.05, 0.2)  # of the rows, removed for a query, unless --shares says otherwise
 PATCHED = 10  # rows of the tail patch
 LEFT_OUT = ("captum_tracin", "dattri_tracin")  # as our TracInCP
 METHODS = (
@@ -49,7 +49,7 @@ def further(given: Problem, args: argparse.Namespace) -> dict[str, Any]:
         credits |= {name: c.values for name, c in found.items()}
         failed |= missing
     queries = min(args.queries, len(given.queries[0]))
-    sizes = [max(1, round(given.examples * x)) for x in SHARES]
+    sizes = [max(1, round(given.examples * x)) for x in args.shares]
     return {
         "examples": given.examples,
         "failed": failed,
@@ -66,6 +66,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--queries", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=2, help="retrainings of each")
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="of rows, removed")
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--methods", help="only these functions, comma-separated; added to --out")
     parser.add_argument("--no-rivals", action="store_true")

@@ -23,6 +23,8 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 SIZES = ("tiny", "smoke", "paper")  # seconds (tests), minutes on two cores, one GPU
+CPU = "cpu"  # of some experiments: what a GPU has not measured, smaller, in half an hour of a core
+COMMITTED = ("smoke", CPU, "paper")
 
 Settings = dict[str, Any]
 Results = dict[str, Any]  # by part
@@ -42,6 +44,7 @@ class Experiment:
         tables: Markdown tables for the docs by name, each from the committed results by size.
         figures: pictures for the docs by file name, each from the same.
         needs: which parts have to be done before one, from its settings.
+        sizes: those it has parts of.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Experiment:
     tables: dict[str, Callable[[dict[str, Any]], str]] = field(default_factory=dict)
     figures: dict[str, Callable[[dict[str, Any]], Any]] = field(default_factory=dict)
     needs: Callable[[Settings], Sequence[str]] = lambda settings: ()
+    sizes: Sequence[str] = SIZES
 
     @property
     def folder(self) -> Path:
@@ -61,7 +65,7 @@ class Experiment:
 
     def committed(self) -> dict[str, Any]:
         """Committed results by size."""
-        files = ((size, self.folder / f"{size}.json") for size in ("smoke", "paper"))
+        files = ((size, self.folder / f"{size}.json") for size in COMMITTED)
         return {size: json.loads(f.read_text("utf-8")) for size, f in files if f.exists()}
 
 
@@ -162,8 +166,8 @@ def summarise(
 def select(experiment: Experiment, size: str, only: Sequence[str] = ()) -> dict[str, Settings]:
     """The parts of a size, or of these those that are named, or begin with the name where none has
     just this one."""
-    if size not in SIZES:
-        raise ValueError(f"--size {size!r} is not known: use {', '.join(SIZES)}")
+    if size not in experiment.sizes:
+        raise ValueError(f"--size {size!r} is not known: use {', '.join(experiment.sizes)}")
     parts = experiment.parts(size)
     if unknown := [o for o in only if not any(n.startswith(o) for n in parts)]:
         raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.common.figures import drawn_by
 from experiments.common.markdown import unfinished
-from experiments.common.parts import Context, Experiment, Settings
+from experiments.common.parts import CPU, SIZES, Context, Experiment, Settings
 from experiments.source_identification import models, scores
 from experiments.source_identification.ranking import ranks
 from experiments.source_identification.summary import (
@@ -17,6 +17,7 @@ from experiments.source_identification.summary import (
     points,
     summarise,
     table,
+    without,
 )
 from experiments.source_identification.texts import problem
 
@@ -25,11 +26,14 @@ TUNED = {"epochs": 1, "lr": 5e-5}  # weights that know English already
 PRETRAIN = {
     "characters": 40_000_000, "length": 256, "batch": 64, "epochs": 4, "lr": 6e-4, "warmup": 200
 }  # fmt: skip
+ASKED = {"paraphrase": 8, "significant_paraphrase": 18}  # of so many sources, on a CPU
 OTHER = "INRUN_LANGUAGE_MODEL"  # further models: names on the hub, or folders of --data
 
 
 def parts(size: str) -> dict[str, Settings]:
     common: Settings = {"seed": 0, "length": 64, "warmup": 10}
+    if size == CPU:
+        return on_a_cpu(common | {"length": 40})
     found: dict[str, Settings]
     if size != "paper":
         small = common | SCRATCH | {"model": "gpt", "batch": 16, "lr": 1e-3}
@@ -87,6 +91,19 @@ def parts(size: str) -> dict[str, Settings]:
     return found
 
 
+def on_a_cpu(common: Settings) -> dict[str, Settings]:
+    """The search by all scores for the same few queries. Only the last layers are trained, and
+    texts are shorter."""
+    asked = {"candidates": 1_000, "sources": 90, "shard": [1, 5], "asked": ASKED}
+    return {
+        "bm25-1000": common | asked | {"task": "bm25"},
+        "smollm2-135m-last4-1000": common | TUNED | asked | {
+            "model": "smollm2-135m", "last": 4, "task": "influence", "batch": 32,
+            "estimators": list(scores.INFLUENCE),
+        },
+    }  # fmt: skip
+
+
 def measure(settings: Settings, context: Context) -> dict[str, Any]:
     asked = problem(settings, context.data)
     sources = [q.source for q in asked.queries]
@@ -105,6 +122,10 @@ def measure(settings: Settings, context: Context) -> dict[str, Any]:
         return {"task": "pretrain", "loss": loss} | language.learnt
     if settings["task"] in ("points", "influence"):
         values, counts = scores.along_the_run(model, candidates, queries, settings, context)
+        if settings["task"] == "influence":
+            values["if"], counts["void_after"] = scores.after_the_run(
+                model, candidates, queries, context
+            )
         return result | counts | {"ranks": {e: ranks(x, sources) for e, x in values.items()}}
     before = [scores.mean_loss(model, x) for x in (candidates, queries)]
     values, counts = scores.along_the_run(model, candidates, queries, settings, context)
@@ -132,6 +153,7 @@ EXPERIMENT = Experiment(
     parts=parts,
     measure=measure,
     needs=needs,
+    sizes=(*SIZES, CPU),
     summarise=summarise,
     headline=headline,
     tables={
@@ -140,6 +162,7 @@ EXPERIMENT = Experiment(
         "reproduce-source-identification-differences": differences,
         "reproduce-source-identification-points": points,
         "reproduce-source-identification-influence": influence,
+        "reproduce-source-identification-without": without,
     },
     figures={
         "reproduce-source-identification.png": drawn_by("experiments.source_identification.figure")

@@ -8,6 +8,7 @@ text: a part of its own makes them, once for all others.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -35,23 +36,27 @@ class LanguageModel:
     model: nn.Module
     encode: Encode
     learnt: dict[str, int] = field(default_factory=dict)  # how much text in pretraining
+    below: Callable[[Tensor], Tensor] | None = None  # tokens to what the trained layers receive
 
     def rows(self, texts: Sequence[str], length: int, device: torch.device) -> tuple[Tensor, ...]:
         """Tokens [texts, T], filled up with 0, and how many of them count [texts]. T is the longest
-        text's up to a multiple of 8, at most ``length``."""
+        text's up to a multiple of 8, at most ``length``. With frozen layers also
+        what comes out of these, [texts, T, D]."""
         found = [x[:length] for x in self.encode(texts)]
         if short := [t for t, x in zip(texts, found, strict=True) if len(x) < 2]:
             raise ValueError(f"a text of one token predicts nothing: {short[0]!r}")
         T = min(length, -(-max(map(len, found)) // 8) * 8)
         ids = torch.tensor([x + [0] * (T - len(x)) for x in found])
-        return ids.to(device), torch.tensor([len(x) for x in found], device=device)
+        rows = ids.to(device), torch.tensor([len(x) for x in found], device=device)
+        return rows if self.below is None else (*rows, self.below(rows[0]))
 
 
 def make(settings: Settings, problem: Problem, context: Context) -> LanguageModel:
     name = settings["model"]
     if name not in ("gpt", "distilgpt2"):
         model, tokenizer = pretrained.causal(name, context.data)
-        return LanguageModel(model.to(context.device), by(tokenizer))
+        language = LanguageModel(model.to(context.device), by(tokenizer))
+        return last_layers(language, settings["last"]) if "last" in settings else language
     if name == "gpt":
         encode, size = words([*problem.candidates, *(q.text for q in problem.queries)])
         shape = settings["layers"], settings["width"], settings["heads"], 128
@@ -65,6 +70,26 @@ def make(settings: Settings, problem: Problem, context: Context) -> LanguageMode
     if "pretrain" in settings:
         known = learned(settings, model, encode, context)
     return LanguageModel(model, encode, known)
+
+
+def last_layers(language: LanguageModel, k: int) -> LanguageModel:
+    """Only the last ``k`` layers of a Llama and the norm behind them are trained. What comes out of
+    the layers below never changes and is computed once, with the rows."""
+    model = language.model
+    upper: Any = model.requires_grad_(False).model
+    layers = list(upper.layers)
+    lower = copy.copy(upper)
+    lower._modules = dict(upper._modules)  # a shallow copy shares them
+    lower.layers, lower.norm = nn.ModuleList(layers[:-k]), nn.Identity()
+    upper.layers = nn.ModuleList(layers[-k:]).requires_grad_(True)
+    upper.norm.requires_grad_(True)
+
+    @torch.no_grad()
+    def below(ids: Tensor) -> Tensor:
+        found = [lower(input_ids=x, use_cache=False).last_hidden_state for x in ids.split(50)]
+        return torch.cat(found)
+
+    return LanguageModel(model, language.encode, language.learnt, below)
 
 
 def gpt2(vocabulary: int, layers: int, width: int, heads: int, positions: int) -> nn.Module:
@@ -107,18 +132,18 @@ def by(tokenizer: Any) -> Encode:
     return lambda texts: tokenizer(list(texts))["input_ids"]
 
 
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     """The mean over texts of the mean over their own tokens: every text counts the same."""
     return losses(model, batch).mean()
 
 
-def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    ids, counted = batch
-    options = {}
+def losses(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    ids, counted, *below = batch
+    options = {"inputs_embeds": below[0]} if below else {"input_ids": ids}
     if model.config.model_type == "gpt2":  # type: ignore[union-attr]
         # as part of the batch: a table look-up of each text, not a tensor made of weights alone
         options["position_ids"] = torch.ones_like(ids).cumsum(1) - 1
-    logits = model(input_ids=ids, use_cache=False, **options).logits[:, :-1]
+    logits = model(use_cache=False, **options).logits[:, :-1]
     found = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
     inside = torch.arange(1, ids.shape[1], device=ids.device) < counted[:, None]
     return (found.view(inside.shape) * inside).sum(1) / (counted - 1)

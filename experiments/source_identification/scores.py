@@ -16,7 +16,7 @@ from experiments.source_identification.texts import Problem
 
 ESTIMATORS = ("sgd", "tangent", "secant")
 POINTS = ("tangent", "tangent+midpoint", "secant+current", "secant")  # either map at either point
-INFLUENCE = ("tangent", "secant", "influence")  # and `inrun.ask` after the run
+INFLUENCE = ("sgd", "tangent", "secant", "influence")  # and `inrun.ask` after the run
 Rows = tuple[Tensor, ...]  # tokens and how many count: models.LanguageModel.rows
 WATCHED: dict[str, Any] = {"loss": loss, "audit_every": 0, "training": "fast"}
 
@@ -30,7 +30,7 @@ def along_the_run(
     learning rate then, however small its gradient, and one step can outweigh all others.
     """
     cuda = context.device.type == "cuda"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"], fused=cuda)
+    optimizer = torch.optim.AdamW(trained(model), lr=settings["lr"], fused=cuda)
     generator = torch.Generator().manual_seed(settings["seed"] + 1)
     N, batch = len(candidates[0]), settings["batch"]
     epochs = [torch.randperm(N, generator=generator) for _ in range(settings["epochs"])]
@@ -82,7 +82,7 @@ def after_the_run(
 
     That is the in-run value of a step of SGD with learning rate 1; the step is undone.
     """
-    params = list(model.parameters())
+    params = trained(model)
     final = [p.detach().clone() for p in params]
     optimizer = torch.optim.SGD(params, lr=1.0)
     N = len(candidates[0])
@@ -98,6 +98,10 @@ def after_the_run(
         found = summed(run, run.history("sgd"), N)
         void = voided(run)
     return found * sizes[:, None], void  # a text has a part of the mean over its batch
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
 
 
 def targets(queries: Rows) -> dict[str, list[Rows]]:

@@ -19,8 +19,12 @@ METHODS = {
     "secant": "secant (inrun)",
 }  # fmt: skip
 LATER = tuple(f"{e}, later" for e in ("sgd", "tangent", "secant"))  # without the first step
-ASKED = (*INFLUENCE, "ask")
+ASKED = ("bm25", "if", *INFLUENCE, "ask")
 PAIRS = (("tangent", "sgd"), ("secant", "sgd"), ("secant", "tangent"))
+WITHOUT = (
+    ("influence", "tangent"), ("influence", "secant"), ("influence", "sgd"), ("ask", "tangent"),
+    ("ask", "influence"), ("ask", "if"),
+)  # fmt: skip
 PAPER = {  # average ranks by candidates and category: BM25, IF-proxy, in-run SGD, in-run Adam
     10_000: {
         "exact": (1.00, 5.07, 1.05, 1.55),
@@ -51,29 +55,50 @@ def summarise(results: Results) -> dict[str, Any]:
     found = {name: one(shards, lexical) for name, shards in runs.items()}
     pretrained = {n: r for n, r in results.items() if r["task"] == "pretrain"}
     apart = {n: by_method(r, POINTS) for n, r in results.items() if r["task"] == "points"}
-    without = {n: by_method(r, ASKED) for n, r in results.items() if r["task"] == "influence"}
+    without = {
+        n: by_method(r, ASKED, lexical) | {"pairs": pairs_of(r, WITHOUT)}
+        for n, r in results.items()
+        if r["task"] == "influence"
+    }
     return {"runs": found, "pretrained": pretrained, "points": apart, "influence": without}
 
 
-def by_method(result: dict[str, Any], methods: Sequence[str]) -> dict[str, Any]:
-    """Average ranks of these methods in one run."""
-    ranks = flat(result)
-    return {
-        "candidates": result["candidates"],
-        "categories": {
-            c: {m: places([(s, r) for s, k, of, r in ranks if (k, of) == (c, m)]) for m in methods}
-            for c in CATEGORIES
-        },
-    }
+def by_method(
+    result: dict[str, Any], methods: Sequence[str], lexical: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
+    """Average ranks of these methods in one run, of the categories that it asked."""
+    ranks = flat(result) + lexical_of(result["candidates"], set(result["sources"]), lexical)
+    categories = {}
+    for c in CATEGORIES:
+        own = {m: [(s, r) for s, k, of, r in ranks if (k, of) == (c, m)] for m in methods}
+        if any(own.values()):
+            categories[c] = {m: places(found) for m, found in own.items() if found}
+    return {"candidates": result["candidates"], "categories": categories}
+
+
+def pairs_of(result: dict[str, Any], pairs: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """By how much the first ranks the source higher than the second, query by query."""
+    found: dict[str, Any] = {}
+    for c in [c for c in CATEGORIES if c in result["categories"]]:
+        own = [i for i, k in enumerate(result["categories"]) if k == c]
+        ranks, groups = result["ranks"], [result["sources"][i] for i in own]
+        found[c] = {
+            f"{a} / {b}": interval([ranks[b][i] - ranks[a][i] for i in own], groups)
+            for a, b in pairs
+        }
+    return found
+
+
+def lexical_of(candidates: int, sources: set[int], lexical: Sequence[dict[str, Any]]) -> list[Rank]:
+    """What is known of these sources without a run."""
+    same = [r for r in lexical if r["candidates"] == candidates]
+    return [x for r in same for x in flat(r) if x[0] in sources]
 
 
 def one(shards: list[dict[str, Any]], lexical: list[dict[str, Any]]) -> dict[str, Any]:
     candidates = shards[0]["candidates"]
     sources = {s for r in shards for s in r["sources"]}
-    ranks = [x for r in shards for x in flat(r)]
-    for r in lexical:
-        if r["candidates"] == candidates:
-            ranks += [x for x in flat(r) if x[0] in sources]
+    ranks = [x for r in shards for x in flat(r)] + lexical_of(candidates, sources, lexical)
     loss = {
         k: [float(np.mean([r["loss"][k][i] for r in shards])) for i in (0, 1)]
         for k in ("candidates", "queries")
@@ -130,6 +155,10 @@ def headline(summary: dict[str, Any]) -> str:
             lines.append(f"{name:24} {CATEGORIES[category]:20} " + ", ".join(cells))
             cells = (f"{m} {x['rank']['mean']:.1f}" for m, x in c["later"].items())
             lines.append(f"{'':24} {'  without step 0':20} " + ", ".join(cells))
+    for name, run in summary.get("influence", {}).items():
+        for category, c in run["categories"].items():
+            cells = (f"{m} {x['rank']['mean']:.1f}" for m, x in c.items())
+            lines.append(f"{name:24} {CATEGORIES[category]:20} " + ", ".join(cells))
     return "\n".join(lines) or "no run is finished"
 
 
@@ -201,15 +230,30 @@ def points(committed: dict[str, Any]) -> str:
 
 def influence(committed: dict[str, Any]) -> str:
     """What would be without the source, in the run and asked after it, beside values."""
-    lines = heading("size", "run, candidates", "scenario", *ASKED)
+    titles = (METHODS.get(m, m) for m in ASKED)
+    lines = heading("size", "run, candidates", "scenario", "queries", *titles)
     for size, data in committed.items():
         for name, run in data["summary"].get("influence", {}).items():
             for category, found in run["categories"].items():
-                cells = (rank(found[m]) for m in ASKED)
-                lines.append(row(size, named(name, run), CATEGORIES[category], *cells))
+                cells = (rank(found.get(m)) for m in ASKED)
+                queries = str(found["influence"]["rank"]["n"])
+                what = size, named(name, run), CATEGORIES[category], queries
+                lines.append(row(*what, *cells))
     if len(lines) > 2:
         return "\n".join(lines)
     return "*Not measured yet: `inrun reproduce source-identification` fills this table.*"
+
+
+def without(committed: dict[str, Any]) -> str:
+    """Influence and ask above other scores, query by query."""
+    titles = (f"{METHODS.get(a, a)} above {METHODS.get(b, b)} by" for a, b in WITHOUT)
+    lines = heading("size", "run, candidates", "scenario", *titles)
+    for size, data in committed.items():
+        for name, run in data["summary"].get("influence", {}).items():
+            for category, pairs in run["pairs"].items():
+                cells = (gain(pairs[f"{a} / {b}"]) for a, b in WITHOUT)
+                lines.append(row(size, named(name, run), CATEGORIES[category], *cells))
+    return "\n".join(lines)
 
 
 def gain(cell: dict[str, Any]) -> str:

@@ -35,7 +35,8 @@ class Problem:
 
 def problem(settings: dict[str, Any], data: Path | None) -> Problem:
     """``candidates`` sentences: ``sources`` sources and a random rest. The queries are the sources'
-    variants, where ``shard`` is [i, n] those of every n-th source from the i-th on."""
+    variants, where ``shard`` is [i, n] those of every n-th source from the i-th on; where ``asked``
+    gives a number for some categories, only the first of each of so many of these sources."""
     texts, rows = semantic(data) if data is not None else documentation()
     chance = random.Random(settings["seed"])
     wanted, sources = settings["candidates"], settings["sources"]
@@ -51,13 +52,22 @@ def problem(settings: dict[str, Any], data: Path | None) -> Problem:
     kept = sorted([*own, *chance.sample(rest, wanted - len(own))])
     place = {i: k for k, i in enumerate(kept)}
     first, step = settings.get("shard", [0, 1])
+    asked = settings.get("asked")
     queries = [
         Query(place[row["id"]], category, text)
-        for row in chosen[first::step]
+        for number, row in enumerate(chosen[first::step])
         for category in CATEGORIES
-        for text in ([row["z_star"]] if category == "exact" else row[category])
+        for text in variants(
+            row, category, None if asked is None else number < asked.get(category, 0)
+        )
     ]
     return Problem([texts[i] for i in kept], queries)
+
+
+def variants(row: Row, category: str, one: bool | None) -> list[str]:
+    """All texts of a category, or the first of them, or none."""
+    found = [row["z_star"]] if category == "exact" else row[category]
+    return found if one is None else found[: int(one)]
 
 
 def semantic(data: Path) -> tuple[list[str], list[Row]]:

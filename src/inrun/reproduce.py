@@ -15,7 +15,11 @@ def reproduce(
         str | None, typer.Argument(metavar="NAME", help="Which experiment; --list shows them.")
     ] = None,
     size: Annotated[
-        str, typer.Option(help="smoke: minutes on two cores; paper: one GPU; tiny: seconds.")
+        str,
+        typer.Option(
+            help="smoke: minutes on two cores; paper: one GPU; tiny: seconds; cpu: what a GPU has "
+            "not measured, in half an hour of a core (source-identification)."
+        ),
     ] = "smoke",
     data: Annotated[
         Path | None,

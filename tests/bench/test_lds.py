@@ -216,6 +216,28 @@ def test_libraries_get_problems_that_they_can_read(small: Problem) -> None:
         torch.testing.assert_close(torch.stack(each), given.losses(model, rows))
 
 
+def test_a_model_of_transformers_is_for_bergson() -> None:
+    pytest.importorskip("transformers", reason="needs the extra inrun[hf]")
+    given, gpt = (problem(name, CPU, None, 0.1) for name in ("byte-llama", "byte-gpt"))
+    assert all(torch.equal(a, b) for a, b in zip(given.train, gpt.train, strict=True))
+    bergson = [m for many in rivals.TRANSFORMERS.values() for m in many]
+    assert rivals.of(given) == [*rivals.ANY_LOSS, *bergson]
+    model = given.make(0)
+    (ids,) = given.train
+    plain = model.model(input_ids=ids, labels=ids).loss  # its own mask and places
+    torch.testing.assert_close(given.losses(model, (ids,)).mean(), plain)
+
+
+def test_bergsons_scores_go_with_ours() -> None:
+    pytest.importorskip("bergson", reason="another library")
+    given = problem("byte-llama", CPU, None, 0.25)
+    training = gradients.train(given, 0, ours.CHECKPOINTS)
+    own = ours.ekfac_at_end(given, 0, training)["our EK-FAC, biases apart"].values.double()
+    for method, least in ((rivals.bergson_ekfac, 0.8), (rivals.bergson_trackstar, 0.3)):
+        for name, found in method(given, 0, training).items():
+            assert float(measures.spearman(found.values, own).mean()) > least, name
+
+
 def test_labels_are_drawn_from_what_the_model_predicts() -> None:
     """Their loss is on average the entropy of the prediction."""
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib", reason="needs the extra inrun[experiments]")
 
 from experiments import load, overview
 from experiments.common import pretrained
-from experiments.common.parts import Context, reproduce
+from experiments.common.parts import Context, reproduce, select
 from experiments.source_identification import models, parts, scores, texts
 from experiments.source_identification.ranking import ranks
 from experiments.source_identification.summary import METHODS, PAPER, cells
@@ -45,8 +45,8 @@ def test_finds_the_sources_and_stands_beside_the_paper(tmp_path):
     assert at["secant"] != at["secant+current"] and at["tangent"] != at["tangent+midpoint"]
     (without,) = found["summary"]["influence"].values()
     for category, by in without["categories"].items():
-        assert list(by) == ["tangent", "secant", "influence", "ask"]
-        for e in ("tangent", "secant"):  # influence beside them does not change them
+        assert list(by) == ["bm25", "if", "sgd", "tangent", "secant", "influence", "ask"]
+        for e in ("bm25", "if", "sgd", "tangent", "secant"):  # influence does not change them
             assert by[e] == runs["gpt"]["categories"][category]["methods"][e]
         if category in ("exact", "partial_same"):
             assert by["influence"]["rank"]["mean"] < 5 and by["ask"]["rank"]["mean"] < 5
@@ -108,6 +108,44 @@ def test_shards_deal_the_sources():
         if q.category == "similar_topic":
             assert q.text not in whole.candidates
     assert len(set(whole.candidates)) == SETTINGS["candidates"]
+
+
+def test_a_few_of_the_sources_are_asked_by_all_scores():
+    settings = SETTINGS | {"asked": {"paraphrase": 2, "similar_topic": 3}, "shard": [1, 1]}
+    found = texts.problem(settings, None)
+    assert found.candidates == texts.problem(SETTINGS, None).candidates
+    assert [q.category for q in found.queries] == ["paraphrase", "similar_topic"] * 2 + [
+        "similar_topic"
+    ]
+    assert len({q.source for q in found.queries}) == 3
+    lexical, run = (s for s in parts("cpu").values())
+    assert run["estimators"] == list(scores.INFLUENCE) and run["task"] == "influence"
+    assert all(run[k] == lexical[k] for k in ("candidates", "sources", "shard", "asked"))
+    with pytest.raises(ValueError, match=r"use tiny, smoke, paper$"):
+        select(load("ghost"), "cpu")
+    assert list(select(load("source-identification"), "cpu")) == list(parts("cpu"))
+
+
+def test_last_layers_on_what_is_below_them_are_the_model():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=20, hidden_size=8, intermediate_size=12, num_hidden_layers=3,
+        num_attention_heads=2, max_position_embeddings=16, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    language = models.LanguageModel(model, lambda given: [[3, 4, 5], [6, 7, 8, 9, 10]])
+    rows = language.rows(["", ""], 16, CPU.device)
+    own = [p for k, p in model.named_parameters() if "layers.2" in k or k == "model.norm.weight"]
+    expected = [loss := models.loss(model, rows), *torch.autograd.grad(loss, own)]
+    upper = models.last_layers(language, 1)
+    assert list(map(id, scores.trained(upper.model))) == list(map(id, own))
+    rows = upper.rows(["", ""], 16, CPU.device)
+    assert [x.shape for x in rows] == [(2, 8), (2,), (2, 8, 8)]
+    found = [loss := models.loss(upper.model, rows), *torch.autograd.grad(loss, own)]
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_the_scratch_runs_ask_a_third_of_the_sources():
