@@ -7,7 +7,7 @@ import torch
 from torch import optim
 
 from inrun.optimizers import rule_for
-from inrun.scoring import path as path_module
+from inrun.scoring import packs as packs_module
 from inrun.scoring.path import ParamStep, Path
 
 SHAPES = [(4, 4), (8,), (5,), (), (2, 3, 4), (7,), (16,), (40, 30), (1,)]
@@ -59,7 +59,7 @@ def test_parameters_computed_together_give_what_each_gives_alone(name, steps, ki
     every = moved(*OPTIMIZERS[name], steps)
     found = []
     for piece in (2**18, 1):
-        monkeypatch.setitem(path_module.PACK_SIZE, "cpu", piece)
+        monkeypatch.setitem(packs_module.PACK_SIZE, "cpu", piece)
         path = Path(every)
         maps = path.maps(kind, None if kind != "secant" else 0.5)
         with path.weights(0.5):
@@ -77,7 +77,7 @@ def test_parameters_computed_together_give_what_each_gives_alone(name, steps, ki
 
 def test_packs_end_at_their_limit(monkeypatch):
     every = moved(optim.AdamW, {}, 2)
-    monkeypatch.setitem(path_module.PACK_SIZE, "cpu", 40)
+    monkeypatch.setitem(packs_module.PACK_SIZE, "cpu", 40)
     packs = Path(every).packs
     assert all(every[i] is m for r in packs for i, m in zip(r.places, r.members, strict=True))
     assert sorted(i for r in packs for i in r.places) == list(range(len(every)))

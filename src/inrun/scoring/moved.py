@@ -103,6 +103,7 @@ class Moved:
         self.steps = list(steps)
         self._around = around  # of each optimizer, in the order of the steps; none: for one step
         self._prepared: dict[Any, Any] = {}
+        self._in_step: dict[Any, Any] = {}  # likewise, of one step
 
     @staticmethod
     def of(rules: Sequence[tuple[Optimizer, Rule]], world: World = ALONE) -> Moved:
@@ -125,6 +126,7 @@ class Moved:
 
     def again(self) -> bool:
         """Put in the gradients of the next step. False if more than numbers has changed."""
+        self._in_step = {}
         if not self._around or not all(x.unchanged(o) for o, x in self._around):
             return False
         steps = iter(self.steps)
@@ -141,6 +143,22 @@ class Moved:
             self._prepared[what] = make()
         found: Found = self._prepared[what]
         return found
+
+    def in_step(self, what: Any, make: Callable[[], Found]) -> Found:
+        """What ``make`` returns, kept for this step."""
+        if what not in self._in_step:
+            self._in_step[what] = make()
+        found: Found = self._in_step[what]
+        return found
+
+    @property
+    def lasting(self) -> bool:
+        """Can it serve for more than one step?"""
+        return bool(self._around)
+
+    @property
+    def on_host(self) -> bool:
+        return self.once("on host", lambda: all(m.p.is_cpu for m in self.steps))
 
     def places(self, params: Sequence[Tensor]) -> list[int]:
         """Where these parameters are among those that move."""

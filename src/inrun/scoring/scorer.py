@@ -57,6 +57,7 @@ from inrun.scoring.halving import Halving
 from inrun.scoring.kept import fill
 from inrun.scoring.maps import Maps
 from inrun.scoring.moved import Moved
+from inrun.scoring.packs import flat_gradients
 from inrun.scoring.path import Path, PathBuffers, missed
 from inrun.scoring.received import (
     BEFORE,
@@ -258,7 +259,8 @@ class Scorer:
         moved = self._moved
         places = moved.places(list(params.values()))
         g = [moved.steps[i].g for i in places]
-        finite = None if g[0].is_cuda else all_finite(g)
+        every = moved.on_host and len(g) == len(moved.steps)
+        finite = None if g[0].is_cuda else all_finite(flat_gradients(moved) if every else g)
         if at_once and finite is not None and not bool(finite):
             return StepResult(void=NOT_FINITE)
         grads = {k: x for k, p in params.items() if (x := p.grad) is not None}
