@@ -75,7 +75,7 @@ def test_directions_of_packs(case, monkeypatch):
 @torch.no_grad()
 def test_the_prediction_reads_packs_as_it_reads_parameters(monkeypatch):
     params, optimizer, moved, path = step_of_adam(monkeypatch)
-    kinds = _packed(moved, path)
+    kinds = _packed(moved)
     assert len(kinds) == 2 and len(path.packs) >= 3
     for kind in kinds:
         found, wanted = kind.read(path), _Scattered(kind.members).read()

@@ -60,13 +60,13 @@ def loss_of(out):
 def counted(monkeypatch):
     """How many uses each run at once had."""
     sizes = []
-    own = Use.stacked
+    own = Use.run
 
-    def stacked(some, u):
+    def run(some, given):
         sizes.append(len(some))
-        return own(some, u)
+        return own(some, given)
 
-    monkeypatch.setattr(Use, "stacked", staticmethod(stacked))
+    monkeypatch.setattr(Use, "run", staticmethod(run))
     return sizes
 
 
@@ -136,7 +136,7 @@ def test_uses_whose_inputs_have_other_types_run_at_once():
     some = []
     for x in (half, half.float()):
         call = use.call.with_(leaves=[x, *use.call.leaves[1:]])
-        some.append(Use(call, use.linear, use.delta.bfloat16(), [0], use.rule))
+        some.append(Use.of(call, use.linear, use.delta.bfloat16(), [0], use.rule))
     u = {n: n.param.detach().bfloat16() for n in use.nodes}
     capture.close()
     assert [len(group) for group in uses._at_once(some, 2**15)] == [2]

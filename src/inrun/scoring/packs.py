@@ -18,7 +18,10 @@ from torch import Tensor
 from inrun.optimizers.base import Factors, LinearMap, Scale
 from inrun.scoring.estimators import Place
 from inrun.scoring.moved import Moved, ParamStep
+from inrun.scoring.samples import Pieces
 from inrun.torch_compat import flatten_dense_tensors, unflatten_dense_tensors
+from inrun.validation.identity import same
+
 
 @dataclass(eq=False)
 class Pack:
@@ -148,3 +151,26 @@ def all_packs(moved: Moved) -> list[Pack]:
 def flat_gradients(moved: Moved) -> list[Tensor]:
     """The gradients of each pack in this step, flat."""
     return moved.in_step("gradients", lambda: [pack.gradient() for pack in all_packs(moved)])
+
+
+def in_packs(moved: Moved, some: Sequence[ParamStep]) -> Pieces:
+    """Where some of the parameters are among the flat ones of all packs."""
+    where: dict[int, tuple[int, int, int]] = {}
+    for i, pack in enumerate(all_packs(moved)):
+        start = 0
+        for m in pack.members:
+            where[id(m)] = i, start, m.p.numel()
+            start += m.p.numel()
+    return Pieces([where[id(m)] for m in some])
+
+
+def sampled_gradients(
+    moved: Moved, places: Sequence[int], grads: Sequence[Tensor]
+) -> Tensor | None:
+    """The sampled entries of these gradients, of the parameters at these places, from the flat
+    ones; None where they are not what is in there."""
+    steps = [moved.steps[i] for i in places]
+    if not same([m.g for m in steps], grads) or not all(map(Tensor.numel, grads)):
+        return None
+    pieces = moved.once(("in packs", *places), lambda: in_packs(moved, steps))
+    return pieces.read(dict(enumerate(flat_gradients(moved))))

@@ -23,7 +23,7 @@ from inrun.optimizers.common import Options, Scalar
 from inrun.ranks.shards import placed
 from inrun.scoring.estimators import MAPS, Place
 from inrun.scoring.moved import Moved, ParamStep
-from inrun.scoring.packs import Pack, flat_gradients, all_packs
+from inrun.scoring.packs import Pack, all_packs, flat_gradients
 from inrun.scoring.samples import SAMPLED, table
 from inrun.torch_compat import foreach_add_, foreach_copy_, foreach_zero_
 

@@ -7,7 +7,7 @@ view of each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -56,9 +56,9 @@ class Sample:
 
     def _look(self, addresses: list[int]) -> None:
         """Find out how to read the tensors where they are now."""
-        self._known = addresses
-        self.tensors = [t for t in self._given if t.numel()]
-        self._sizes = tuple([t.numel() for t in self.tensors])
+        self._known, sizes = addresses, list(map(Tensor.numel, self._given))
+        self.tensors = self._given if all(sizes) else [t for t in self._given if t.numel()]
+        self._sizes = tuple([n for n in sizes if n])
         self._by_kernel = bool(self.tensors) and kernels.readable(self.tensors)
         self._addresses: Tensor | None = None  # for the kernel
 
@@ -84,6 +84,34 @@ class Sample:
             kernels.READABLE[first.dtype], SAMPLED=SAMPLED,
         )  # fmt: skip
         return found
+
+
+class Pieces:
+    """The sampled entries of tensors that lie one after the other in flat ones.
+
+    ``where``: of each tensor, which flat one it is in, where it begins there, and its size.
+    """
+
+    def __init__(self, where: Sequence[tuple[int, int, int]]) -> None:
+        entries: dict[int, list[np.ndarray]] = {}
+        rows: dict[int, list[int]] = {}
+        for row, (flat, start, size) in enumerate(where):
+            entries.setdefault(flat, []).append(start + entries_of(size))
+            rows.setdefault(flat, []).append(row)
+        self._entries = [(i, torch.from_numpy(np.concatenate(x))) for i, x in entries.items()]
+        given = [row for own in rows.values() for row in own]
+        self._order = None if given == sorted(given) else torch.from_numpy(np.argsort(given))
+
+    @property
+    def flats(self) -> list[int]:
+        """The flat ones that are read."""
+        return [i for i, _ in self._entries]
+
+    def read(self, flats: Mapping[int, Tensor]) -> Tensor:
+        """The entries [tensors, SAMPLED]."""
+        found = [flats[i].flatten().index_select(0, which) for i, which in self._entries]
+        rows = (found[0] if len(found) == 1 else torch.cat(found)).view(-1, SAMPLED)
+        return rows if self._order is None else rows.index_select(0, self._order)
 
 
 def sampled(tensors: Sequence[Tensor]) -> Tensor:

@@ -57,7 +57,7 @@ from inrun.scoring.halving import Halving
 from inrun.scoring.kept import fill
 from inrun.scoring.maps import Maps
 from inrun.scoring.moved import Moved
-from inrun.scoring.packs import flat_gradients
+from inrun.scoring.packs import flat_gradients, sampled_gradients
 from inrun.scoring.path import Path, PathBuffers, missed
 from inrun.scoring.received import (
     BEFORE,
@@ -264,7 +264,8 @@ class Scorer:
         if at_once and finite is not None and not bool(finite):
             return StepResult(void=NOT_FINITE)
         grads = {k: x for k, p in params.items() if (x := p.grad) is not None}
-        found = self.accumulated.compare(grads)
+        sampled = partial(sampled_gradients, moved, places) if moved.on_host else None
+        found = self.accumulated.compare(grads, sampled)
         for reason, flag in found.flags.items():
             if at_once and flag.device.type == "cpu" and bool(flag):
                 return self.conclusion.void(number, reason, _ADVICE[reason])
