@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Pack:
     places: list[int]  # among all parameters of the step
     lasting: bool = False
     _views: dict[str | None, list[Tensor]] = field(default_factory=dict)  # flat; None: weights
-    _memory: dict[Place, tuple[Tensor, list[Tensor]]] = field(default_factory=dict)  # by point
+    _memory: dict[Any, tuple[Tensor, list[Tensor]]] = field(default_factory=dict)  # by point
 
     @property
     def elementwise(self) -> bool:
@@ -68,9 +68,9 @@ class Pack:
             views = self._views[name] = [t.detach().view(-1) for t in own]
         return torch.cat(views)
 
-    def split(self, flat: Tensor, point: Place = None) -> list[Tensor]:
-        """The part of each member, in its shape. ``point``: in memory that is used again for each
-        step's weights at this point of the path."""
+    def split(self, flat: Tensor, point: Place | Literal["directions"] = None) -> list[Tensor]:
+        """The part of each member, in its shape. ``point``: in memory that is used again, for each
+        step's weights at this point of the path, or for directions of one contraction."""
         if len(self.members) == 1:
             return [flat]
         if point is None or not self.lasting:
@@ -105,8 +105,12 @@ class Pack:
         """The maps of the members, from the factors and gradients of all."""
         if len(self.members) == 1:
             return [Scale(K)]
-        own = g if g.is_cpu else None  # on a GPU it would take memory, and nobody asks for it
-        return Factors(K, [m.g for m in self.members], own).scales()
+        if not g.is_cpu:  # the flat gradient would take memory, and nobody asks for it
+            return Factors(K, [m.g for m in self.members]).scales()
+        return Factors(K, [m.g for m in self.members], g, self._place).scales()
+
+    def _place(self, flat: Tensor) -> list[Tensor]:
+        return self.split(flat, "directions")
 
 
 # Numbers in a pack: on a GPU launches are what costs, on a host dispatch until caches overflow.

@@ -203,7 +203,7 @@ def _order(packs: Sequence[Pack]) -> list[int] | None:
     """Where each parameter is among the members of all packs; None: in the same order."""
     places = [i for pack in packs for i in pack.places]
     order = sorted(range(len(places)), key=places.__getitem__)
-    return None if order == places else order
+    return None if places == sorted(places) else order
 
 
 def _entries(moved: Sequence[ParamStep]) -> Tensor | None:

@@ -48,10 +48,11 @@ def entries_of(size: int) -> np.ndarray:
 
 class Sample:
     """The sampled entries of tensors of one type and device, of those that are not empty. They can
-    be read again, also after a tensor was given other memory."""
+    be read again, also after a tensor was given other memory. ``often``: in every step, so that
+    flat views of them are worth making."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._given = list(tensors)
+    def __init__(self, tensors: Sequence[Tensor], often: bool = False) -> None:
+        self._given, self._often = list(tensors), often
         self._look(list(map(Tensor.data_ptr, tensors)))
 
     def _look(self, addresses: list[int]) -> None:
@@ -61,6 +62,12 @@ class Sample:
         self._sizes = tuple([n for n in sizes if n])
         self._by_kernel = bool(self.tensors) and kernels.readable(self.tensors)
         self._addresses: Tensor | None = None  # for the kernel
+        self._views: list[Tensor] | None = None  # what is concatenated, if all are dense
+        worth = self._often and bool(self.tensors) and not self._by_kernel
+        if worth and all(map(Tensor.is_contiguous, self.tensors)):
+            plan = _plan(self._sizes, self.tensors[0].device)
+            self._views = [self.tensors[i].detach().view(-1) for i in plan.small]
+            self._views += [_view(self.tensors[i], self._sizes[i]) for i in plan.large]
 
     @torch.no_grad()
     def read(self) -> Tensor:
@@ -72,6 +79,9 @@ class Sample:
             return self._launch()
         if not self.tensors:
             return torch.empty(0, SAMPLED)
+        if self._views is not None and all(map(Tensor.is_contiguous, self.tensors)):
+            entries = _plan(self._sizes, self.tensors[0].device).entries
+            return torch.cat(self._views).index_select(0, entries).view(-1, SAMPLED)
         return _copied(self.tensors, self._sizes).view(-1, SAMPLED)
 
     def _launch(self) -> Tensor:

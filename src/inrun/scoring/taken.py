@@ -141,7 +141,7 @@ class _Kind:
 
     def __init__(self, members: list[ParamStep]) -> None:
         self.members, first = members, members[0]
-        self.weights = Sample([m.p for m in members])
+        self.weights = Sample([m.p for m in members], often=True)
         self.columns = [_WEIGHTS]  # and entries of the state with a number for each coordinate,
         for k, x in first.state.items() if first.kind is not None else ():
             # or with one for each parameter: they may differ; numbers on the host may not

@@ -127,7 +127,7 @@ def fill_packs(u: Mapping[str, Direction]) -> list[Packed]:
             whole = factors.K * flatten_dense_tensors(
                 [d.v if d.single is None else d.single for d in packed]
             )
-            for d, x in zip(packed, factors.split(whole), strict=True):
+            for d, x in zip(packed, factors.place(whole), strict=True):
                 d._one = x
             found.append(Packed(names, factors, whole))
     return found
