@@ -307,8 +307,8 @@ def kept_by(node: Any, names: Sequence[str]) -> tuple[Tensor, ...]:
     """The tensors that a node of the graph saved under these names; () unless all are there."""
     if not names:
         return ()
-    found = tuple([getattr(node, name, None) for name in names])
-    return found if len(found) == len([x for x in found if x is not None]) else ()
+    found = [x for name in names if (x := getattr(node, name, None)) is not None]
+    return tuple(found) if len(found) == len(names) else ()
 
 
 def put(target: Tensor, index: Any, value: Tensor) -> Tensor:

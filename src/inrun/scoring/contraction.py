@@ -60,6 +60,7 @@ def group_values(
 
     def some(names: Sequence[str], qs: slice) -> list[Products]:
         single = points[0].single if len(points) == 1 else None
+        v: Mapping[str, Tensor]
         if single is not None and next(iter(single.values())).is_cpu:
             v = {k: single[k] for k in names}
         else:

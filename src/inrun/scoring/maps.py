@@ -100,7 +100,7 @@ class Maps:
         pairs = zip(step.G.items(), step.places, strict=True)
         G = {k: g for (k, g), i in pairs if step.moved.steps[i].rule.adaptive}
         micros = step.micros
-        if all([g.ndim > 1 for g in G.values()]):  # noqa: C419
+        if all(g.ndim > 1 for g in G.values()):
             return {}
         state = list(G), list(map(_training, self.validator.modules))
         if thorough or state != self._looked_at:
