@@ -269,8 +269,8 @@ class Reached:
         self._each(space.values(), depth, inside)
 
 
-_HOOKS_AND_BUFFERS = itemgetter(*MODULE_HOOKS, "_buffers")
-_PARAMETERS = itemgetter("_parameters")
+_HOOKS_AND_BUFFERS = itemgetter(*MODULE_HOOKS, MODULE_STORES[0])
+_PARAMETERS = itemgetter(MODULE_STORES[1])
 
 
 def _params_in(spaces: Iterable[dict[str, Any]]) -> list[Any]:
