@@ -4,12 +4,14 @@ and dispatch.
     python benchmarks/host.py [--only gpt2] [--steps 300] [--functions fast] [--out FILE.json]
 
 Milliseconds are processor time of the thread that trains, which also runs the backward pass: what
-other programs do hardly changes it. ``of_plain`` is the ratio of the medians of whole steps. The
-variants take turns, a few steps each, in one process, after the first steps: the mode stands aside,
-and no orders are sampled. Of a watched step one plain step is the training itself, and a large part
-of another one the validation pass (``validation_pass_ms``: forward and backward on the row by
-themselves). ``calls`` are calls of Python functions and of built-in ones in a step, which depend on
-the code alone, counted by ``sys.setprofile``.
+other programs do hardly changes it. ``of_plain`` is the ratio of the medians of whole steps,
+``mean_of_plain`` that of the means, which count the passes that the mode looks at again and the
+steps in which values by halves are measured; nothing is audited. The variants take turns, a few
+steps each, in one process, after the first steps: the mode stands aside, and no orders are sampled.
+Of a watched step one plain step is the training itself, and a large part of another one the
+validation pass (``validation_pass_ms``: forward and backward on the row by themselves). ``calls``
+are calls of Python functions and of built-in ones in a step, which depend on the code alone,
+counted by ``sys.setprofile``.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -119,6 +121,7 @@ def measure(problem: Problem, variants: list[str], steps: int) -> dict[str, Any]
         found["variants"][v] = {
             "ms": round(median(whole[v]), 3),
             "of_plain": round(median(whole[v]) / plain, 3),
+            "mean_of_plain": round(fmean(whole[v]) / fmean(whole["plain"]), 3),
             "parts_ms": {k: round(median(p[k] for p in parts[v]), 3) for k in PARTS},
             "calls": calls(trainer),
             "remark": trainer.remark(),

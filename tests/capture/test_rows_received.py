@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
+from inrun.capture.tensor_map import own_tensors
 
 B = 4
 WEIGHTS = torch.tensor([1.0, 2.0, 3.0, 0.5])
@@ -220,3 +221,22 @@ def test_the_check_is_not_confused_by_a_gradient_of_rounding_errors():
         optimizer.step()
     assert check.unverified is None
     assert check.credit_error < 1e-5
+
+
+class Early(nn.Linear):
+    """Has an attribute before ``nn.Module`` has any."""
+
+    def __init__(self, t):
+        self.early = t
+        super().__init__(2, 2)
+
+
+def test_all_tensors_of_modules_are_their_own():
+    t = [torch.ones(2) for _ in range(8)]
+    early, late = Early(t[0]), nn.Linear(2, 2)
+    late.plain, late.some, late.table = t[1], [1, t[2]], {"a": t[3], "b": 1}
+    late.numbers, late.pair, late.in_features = [1, 2.0, None], (t[4], {"c": t[5]}), t[6]
+    late.register_buffer("mask", t[7])
+    own = own_tensors([early, late])
+    assert all(id(x) in own for x in (*t, *early.parameters(), *late.parameters()))
+    assert id(torch.ones(2)) not in own

@@ -9,7 +9,7 @@ from inrun.gradients import Dense
 from inrun.gradients.nodes import Node
 from inrun.optimizers import rule_for
 from inrun.optimizers.base import Part
-from inrun.scoring import path as paths
+from inrun.scoring import packs as packs_module
 from inrun.scoring.contraction import add_gradient, contract, directions_through
 from inrun.scoring.moved import Moved
 from inrun.scoring.path import Path
@@ -21,7 +21,7 @@ SHAPES = [(2, 4), (8,), (0,), (4, 2), (3,), (40, 5), (8, 2), (8,)]
 
 def step_of_adam(monkeypatch):
     """After some steps: two groups, a large parameter, an empty one, one that is transposed."""
-    monkeypatch.setitem(paths.PACK_SIZE, "cpu", 64)
+    monkeypatch.setitem(packs_module.PACK_SIZE, "cpu", 64)
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(*s)) for s in SHAPES]
     params.append(torch.nn.Parameter(torch.randn(4, 2).t()))
@@ -75,7 +75,7 @@ def test_directions_of_packs(case, monkeypatch):
 @torch.no_grad()
 def test_the_prediction_reads_packs_as_it_reads_parameters(monkeypatch):
     params, optimizer, moved, path = step_of_adam(monkeypatch)
-    kinds = _packed(moved, path)
+    kinds = _packed(moved)
     assert len(kinds) == 2 and len(path.packs) >= 3
     for kind in kinds:
         found, wanted = kind.read(path), _Scattered(kind.members).read()

@@ -7,7 +7,7 @@ import torch
 from torch import optim
 
 from inrun.optimizers import rule_for
-from inrun.scoring import path as path_module
+from inrun.scoring import packs as packs_module
 from inrun.scoring.path import ParamStep, Path
 
 SHAPES = [(4, 4), (8,), (5,), (), (2, 3, 4), (7,), (16,), (40, 30), (1,)]
@@ -59,7 +59,7 @@ def test_parameters_computed_together_give_what_each_gives_alone(name, steps, ki
     every = moved(*OPTIMIZERS[name], steps)
     found = []
     for piece in (2**18, 1):
-        monkeypatch.setitem(path_module.PACK_SIZE, "cpu", piece)
+        monkeypatch.setitem(packs_module.PACK_SIZE, "cpu", piece)
         path = Path(every)
         maps = path.maps(kind, None if kind != "secant" else 0.5)
         with path.weights(0.5):
@@ -77,7 +77,7 @@ def test_parameters_computed_together_give_what_each_gives_alone(name, steps, ki
 
 def test_packs_end_at_their_limit(monkeypatch):
     every = moved(optim.AdamW, {}, 2)
-    monkeypatch.setitem(path_module.PACK_SIZE, "cpu", 40)
+    monkeypatch.setitem(packs_module.PACK_SIZE, "cpu", 40)
     packs = Path(every).packs
     assert all(every[i] is m for r in packs for i, m in zip(r.places, r.members, strict=True))
     assert sorted(i for r in packs for i in r.places) == list(range(len(every)))
@@ -138,3 +138,21 @@ def test_nothing_is_read_back_from_the_device(kind):
     maps = path.maps(kind, 0.5 if kind == "secant" else None)
     with path.weights(0.5):
         assert len(maps) == len(path.packs) == 3
+
+
+@torch.no_grad()
+def test_weights_of_packs_that_alternate_are_in_the_order_of_the_parameters(monkeypatch):
+    """Two kinds in turn: the packs' members are an involution of the parameters."""
+    monkeypatch.setitem(packs_module.PACK_SIZE, "cpu", 64)
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(s)) for s in (8, 24, 16, 8)]
+    groups = [{"params": [params[0], params[2]]}, {"params": [params[1], params[3]], "lr": 1e-2}]
+    optimizer = optim.AdamW(groups, lr=1e-3)
+    rule, options = rule_for(optimizer), optimizer.param_groups
+    every = [
+        ParamStep.of(p, torch.randn_like(p), rule, {}, options[i % 2]) for i, p in enumerate(params)
+    ]
+    path = Path(every)
+    assert [pack.places for pack in path.packs] == [[0, 2], [1, 3]]
+    for w, m in zip(path.point(0.5), every, strict=True):
+        torch.testing.assert_close(w, m.weights_at(0.5))

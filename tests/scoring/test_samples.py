@@ -86,3 +86,40 @@ def test_each_type_has_a_sample_of_its_own():
 
 if __name__ == "__main__":
     main()
+
+
+@torch.no_grad()
+def test_views_that_are_kept_follow_the_tensors():
+    """Weights whose memory is exchanged, also for other strides at the same address."""
+    from inrun.scoring.samples import Sample
+
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(s)) for s in ((4, 4), (70, 80), (0,), (7,))]
+    sample = Sample(params, often=True)
+
+    def changes():
+        yield
+        params[0].mul_(2.0)
+        yield
+        params[1].data = torch.randn(70, 80)
+        yield
+        params[0].data = params[0].data.mT
+        yield
+        params[1].data = params[1].data.view(80, 70).mT
+        yield
+        params[0].data = torch.randn(4, 4)
+        yield
+
+    for _ in changes():
+        assert torch.equal(sample.read(), obvious(params))
+
+
+def test_entries_of_pieces_are_those_of_the_tensors():
+    from inrun.scoring.samples import Pieces, sampled
+
+    torch.manual_seed(0)
+    tensors = [torch.randn(n) for n in (5, 8, 100, 9000, 1)]
+    flats = {0: torch.cat([tensors[2], tensors[0]]), 3: torch.cat([tensors[1], *tensors[3:]])}
+    where = [(0, 100, 5), (3, 0, 8), (0, 0, 100), (3, 8, 9000), (3, 9008, 1)]
+    assert torch.equal(Pieces(where).read(flats), sampled(tensors))
+    assert Pieces(where).flats == [0, 3]

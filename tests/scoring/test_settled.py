@@ -258,7 +258,7 @@ def test_what_is_kept_gives_what_is_made_again(change, make, options, monkeypatc
         pytest.skip("the same with adamw")
     kept = trained(change, make, **options)
     monkeypatch.setattr(Moved, "again", lambda self: False)
-    monkeypatch.setattr(Reached, "unchanged", lambda self, modules: False)
+    monkeypatch.setattr(Reached, "unchanged", lambda self, modules, thorough=True: False)
     monkeypatch.setattr(Reached, "untouched", lambda self: False)
     made = trained(change, make, **options)
     assert kept[1]["void"].fillna("").tolist() == made[1]["void"].fillna("").tolist()

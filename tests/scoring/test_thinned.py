@@ -10,7 +10,7 @@ import inrun
 from inrun.gradients import Dense
 from inrun.gradients.embedding import Lookup
 from inrun.gradients.records import Pair
-from inrun.scoring import coalitions, path, sampling, thinned
+from inrun.scoring import coalitions, packs, sampling, thinned
 
 T, V = 13, 12
 IDS = torch.randint(0, V, (2, 4, T), generator=torch.Generator().manual_seed(0))
@@ -69,7 +69,7 @@ def trained(estimator="shapley", B=4, steps=2, clip=None, value=None, pieces=1, 
 @pytest.fixture
 def thin(monkeypatch):
     """One in two rows of the table and of the layer; few examples do not go by all coalitions."""
-    monkeypatch.setattr(path, "PACK_SIZE", {"cpu": 2 * 8 * 9})
+    monkeypatch.setattr(packs, "PACK_SIZE", {"cpu": 2 * 8 * 9})
     monkeypatch.setattr(coalitions, "LARGE", 8 * 9)
     monkeypatch.setattr(thinned, "LARGE", 8 * 9)
     monkeypatch.setattr(thinned, "SAMPLE", 100)

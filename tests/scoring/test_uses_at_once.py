@@ -12,6 +12,7 @@ from inrun.gradients.records import Pair
 from inrun.gradients.use import Use
 from inrun.scoring import uses
 from inrun.scoring.contraction import Direction, contract
+from inrun.scoring.uses import add_uses
 
 B, T, N = 3, 5, 4
 
@@ -49,6 +50,9 @@ KINDS = {
         1, 2, 1
     )[:, :T],
     "rms_norm": lambda x, w, b: F.rms_norm(x, (N,), w[0], 1e-5),
+    "mul": lambda x, w, b: x * (w[0] if b is None else b),
+    "mul, the parameter first": lambda x, w, b: (w[1] if b is None else b) * x,
+    "mul by a number": lambda x, w, b: x * w[0, 0],
 }
 
 
@@ -60,13 +64,13 @@ def loss_of(out):
 def counted(monkeypatch):
     """How many uses each run at once had."""
     sizes = []
-    own = Use.stacked
+    own = Use.run
 
-    def stacked(some, u):
+    def run(some, given):
         sizes.append(len(some))
-        return own(some, u)
+        return own(some, given)
 
-    monkeypatch.setattr(Use, "stacked", staticmethod(stacked))
+    monkeypatch.setattr(Use, "run", staticmethod(run))
     return sizes
 
 
@@ -103,6 +107,49 @@ def test_uses_of_one_kind_run_at_once(kind, how, counted, monkeypatch):
         assert max(counted) >= 3
 
 
+def test_what_is_known_of_uses_serves_only_for_the_same_ones(monkeypatch):
+    """Steps that repeat, with other batches in between, parameters that are not asked for, and
+    other limits: as if nothing was known."""
+    made = []
+    own = uses._Sorted.__init__
+    monkeypatch.setattr(
+        uses._Sorted, "__init__", lambda self, *args: made.append(1) or own(self, *args)
+    )
+    torch.manual_seed(0)
+    model = Net("linear")
+    capture = Capture(model, dict(model.named_parameters()), form="ghost")
+    names = [k for k, p in model.named_parameters()]
+
+    def values(n, some, forget):
+        model.zero_grad()
+        x = torch.randn(n, T, N)
+        with capture.batch(n) as micro:
+            model(x).reshape(n, -1).pow(3).sum(1).mean().backward()
+        u = {k: torch.randn(1, *p.shape) for k, p in model.named_parameters() if k in some}
+        if forget:
+            for use in micro.uses:
+                use.linear.sorted_with.clear()
+        total = torch.zeros(1, n, dtype=torch.float64)
+        add_uses(total, list(micro.uses), {k: Direction(v) for k, v in u.items()})
+        return total
+
+    def all_values(forget):
+        torch.manual_seed(1)
+        found = []
+        for n, some in ((B, names), (B, names), (2, names), (B, names[1:]), (B, names), (2, names)):
+            found.append(values(n, some, forget))
+        monkeypatch.setattr(uses, "STACKED", {"cpu": 0})
+        found.append(values(B, names, forget))
+        monkeypatch.undo()
+        return found
+
+    known = all_values(forget=False)
+    assert len(made) < len(known)
+    for a, b in zip(known, all_values(forget=True), strict=True):
+        assert torch.equal(a, b)
+    capture.close()
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products_of_one_kind_run_at_once(transposed):
     """Ghost records, of a compiled graph say: several shapes and types among each other."""
@@ -136,7 +183,7 @@ def test_uses_whose_inputs_have_other_types_run_at_once():
     some = []
     for x in (half, half.float()):
         call = use.call.with_(leaves=[x, *use.call.leaves[1:]])
-        some.append(Use(call, use.linear, use.delta.bfloat16(), [0], use.rule))
+        some.append(Use.of(call, use.linear, use.delta.bfloat16(), [0], use.rule))
     u = {n: n.param.detach().bfloat16() for n in use.nodes}
     capture.close()
     assert [len(group) for group in uses._at_once(some, 2**15)] == [2]

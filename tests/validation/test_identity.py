@@ -100,6 +100,33 @@ def test_every_change_is_noticed(name, monkeypatch):
     assert not reached.unchanged(list(model.modules()))
 
 
+BARE = {
+    "hook": lambda linear: linear.register_forward_hook(print),
+    "hook before": lambda linear: linear.register_forward_pre_hook(print),
+    "hook of the backward pass": lambda linear: linear.register_full_backward_hook(print),
+    "hooks replaced": lambda linear: setattr(linear, "_forward_hooks", {1: print}),
+    "buffer": lambda linear: linear.register_buffer("mask", torch.ones(2)),
+    "buffers replaced": lambda linear: setattr(linear, "_buffers", {"mask": torch.ones(2)}),
+    "forward": lambda linear: setattr(linear, "forward", print),
+    "parameter": lambda linear: setattr(linear, "bias", nn.Parameter(torch.ones(2))),
+    "another parameter": lambda linear: linear.register_parameter("more", nn.Parameter(OTHER)),
+    "no parameter": lambda linear: setattr(linear, "bias", None),
+    "an old module": lambda linear: vars(linear).pop("_forward_hooks"),
+}
+OTHER = torch.ones(2)
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_a_quick_look_notices_what_makes_a_stateless_layer_another(name):
+    model, loss, *_ = setup()
+    reached = Reached(list(model.modules()), loss)
+    model.linear.in_features, model.linear.note = 7, [1.0]  # no pass can change these
+    assert reached.unchanged(list(model.modules()), thorough=False)
+    assert not reached.unchanged(list(model.modules()))
+    BARE[name](model.linear)
+    assert not reached.unchanged(list(model.modules()), thorough=False)
+
+
 def test_other_modules_and_keywords_of_a_partial():
     model, loss, *_ = setup()
     bound = functools.partial(loss, factor=2.0)

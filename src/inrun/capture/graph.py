@@ -114,7 +114,7 @@ class Wanted:
     that is done in Python for each node is to go there."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
-        self._kinds = [_KINDS.get(e[0].__name__, e[0]) for e in entries]
+        self._kinds = [_KINDS[e[0]] for e in entries]
         self.numbers = [e[5] for e in entries]
         self._ways = [e[6] or (0, 0) for e in entries]
         begun = [i for i, e in enumerate(entries) if e[6] is None]
@@ -183,13 +183,23 @@ class Wanted:
 
 # Two kinds of nodes only change a shape, and a linear layer ends in one or the other: under the
 # mode its output is made to be no view (tap.py).
-_KINDS: dict[str, Any] = dict.fromkeys(SHAPES, SHAPES)
+class _Kinds(dict[type, Any]):
+    """What nodes of each type do. The types of autograd's own nodes last; those of functions in
+    Python may be made anew."""
+
+    def __missing__(self, kind: type) -> Any:
+        found = SHAPES if kind.__name__ in SHAPES else kind
+        if not issubclass(kind, BackwardCFunction):
+            self[kind] = found
+        return found
+
+
+_KINDS = _Kinds()
 
 
 def _kinds(nodes: Sequence[Any]) -> list[Any]:
     """What each node does."""
-    types = list(map(type, nodes))
-    return [_KINDS.get(t.__name__, t) for t in types]
+    return list(map(_KINDS.__getitem__, map(type, nodes)))
 
 
 def _attributes(node: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:

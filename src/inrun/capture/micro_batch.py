@@ -80,7 +80,8 @@ class MicroBatch:
     _awaited: list[Awaited] = field(default_factory=list, repr=False)
     _positions: dict[Any, Any] = field(default_factory=dict, repr=False)
     _by_root: dict[str, list[Node]] | None = field(default=None, repr=False)
-    _counted: int = 0
+    _roots: frozenset[str] = frozenset()  # of all nodes,
+    _counted: int = 0  # when there were so many
 
     @property
     def records(self) -> dict[Node, list[Record]]:
@@ -191,8 +192,10 @@ class MicroBatch:
 
     def remember(self, use: Use, awaited: Awaited | None = None) -> None:
         """Keep a use."""
-        for node in use.linear.nodes:
-            self._records.setdefault(node, [])
+        records = self._records
+        for node in use.nodes:
+            if node not in records:
+                records[node] = []
         self.uses.append(use)
         if awaited is not None:
             self._awaited.append(awaited)
@@ -201,14 +204,17 @@ class MicroBatch:
         """The nodes that depend on one of these parameters, with their records (without uses)."""
         if any(version_of(t) != version for t, version in self.fixed):
             raise written_to()
-        if self._by_root is None or self._counted != len(self._records):
-            self._by_root, self._counted = {}, len(self._records)
+        if self._counted != len(self._records):
+            self._by_root, self._counted = None, len(self._records)
+            self._roots = frozenset[str]().union(*[n.roots for n in self._records])
+        if len(names) >= len(self._roots):
+            known = self._records.items()
+            return iter([(n, r) for n, r in known if r and not n.roots.isdisjoint(names)])
+        if self._by_root is None:
+            self._by_root = {}
             for node in self._records:
                 for root in node.roots:
                     self._by_root.setdefault(root, []).append(node)
-        if len(names) >= len(self._by_root):
-            known = self._records.items()
-            return iter([(n, r) for n, r in known if r and not n.roots.isdisjoint(names)])
         found = dict.fromkeys(n for k in names for n in self._by_root.get(k, ()))
         return iter([(node, r) for node in found if (r := self._records[node])])
 

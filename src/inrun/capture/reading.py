@@ -26,10 +26,12 @@ from torch.autograd.function import BackwardCFunction
 
 from inrun.capture.micro_batch import Keeper, MicroBatch
 from inrun.capture.site import Site, kept_by
-from inrun.capture.tap import copy_loose, refuse_again
+from inrun.capture.tap import refuse_again
+from inrun.errors import overwritten
 from inrun.gradients import Call
 from inrun.gradients.blocks import Blocks
-from inrun.gradients.use import Use
+from inrun.gradients.owned import Positions
+from inrun.gradients.use import Use, by_rows
 from inrun.tensors.autocast import Autocast, current
 from inrun.torch_compat import DisableTorchFunction, parameters_of, version_of
 
@@ -82,6 +84,7 @@ class Reads:
     autocast: Autocast
     device: torch.device
     bytes: int  # of what is kept and of δ
+    by_rows: bool  # as in ``Use``, where rows are examples
     option: Option | None = field(default=None, compare=False)  # what the node does not say
 
     @cached_property
@@ -144,40 +147,57 @@ def option_of(call: Call, modules: Sequence[nn.Module]) -> Option | None:
     return space, "eps", eps
 
 
-@dataclass(eq=False)
 class Reading:
     """One operation of a pass, with what the backward pass leaves at its node."""
 
-    site: Site
-    reads: Reads
-    leaves: list[Any]  # without parameters
-    params: Sequence[Any]  # leaves that are parameters
-    loose: list[int]  # leaves that the loop may write to
-    versions: list[int]
-    kept: tuple[Tensor, ...]
-    deltas: list[Any]
+    __slots__ = ("deltas", "inputs", "kept", "loose", "step")
+
+    def __init__(
+        self, step: Step, inputs: list[Tensor], loose: list[int], kept: tuple[Tensor, ...]
+    ) -> None:
+        self.step, self.inputs, self.kept = step, inputs, kept
+        self.loose = loose  # inputs that the loop may write to
+        self.deltas: list[Any] = []
 
     def uses(self, micro: MicroBatch, blocks: Blocks | None) -> Iterator[Use]:
         """What is to be remembered of the operation."""
+        site, reads = self.step.site, self.step.reads
+        assert site is not None and reads is not None and site.linear is not None
+        assert site.origin is not None
         for given in self.deltas:
-            delta = given[self.reads.output]
+            delta = given[reads.output]
             if delta is None:
                 continue
-            call, linear = self.site.call, self.site.linear
-            assert linear is not None and self.site.origin is not None
-            leaves, versions = self.leaves.copy(), self.versions
-            for i, p in enumerate(self.params):
-                if isinstance(p, Tensor):
-                    leaves[i] = p.detach()
-            call = call.with_(
-                leaves=leaves, autocast=self.reads.autocast, kept=self.kept, blocks=blocks,
-                positions=micro.positions(self.site.origin, call.B, self.reads.device),
-            )  # fmt: skip
+            call, inputs, versions = site.call, self.inputs, reads.versions
+            positions = micro.positions(site.origin, call.B, reads.device)
             if self.loose:
-                versions = copy_loose(call, linear, leaves, self.loose, versions)
+                inputs, versions = self._copied(versions)
             if delta.shape != call.shape:
                 delta = delta.reshape(call.shape)
-            yield Use(call, linear, delta, versions, self.site.records)
+            make = partial(self._call, inputs, blocks, positions)
+            rows = reads.by_rows and positions is None
+            yield Use(make, site.linear, call.B, inputs, delta, versions, site.records, rows)
+
+    def _copied(self, versions: list[int]) -> tuple[list[Tensor], list[int]]:
+        """The inputs, copies of the loose ones among them. Refuses those written to meanwhile."""
+        if list(map(version_of, self.inputs)) != versions:
+            raise overwritten(self._call(self.inputs, None, None))
+        inputs = [x.clone() if k in self.loose else x for k, x in enumerate(self.inputs)]
+        return inputs, list(map(version_of, inputs))
+
+    def _call(
+        self, inputs: Sequence[Tensor], blocks: Blocks | None, positions: Positions | None
+    ) -> Call:
+        """The call with its leaves; those that are no tensors are always the same."""
+        site, reads = self.step.site, self.step.reads
+        assert site is not None and reads is not None
+        leaves = [x.detach() if isinstance(x, Tensor) else x for x in self.step.leaves]
+        for own, x in zip(reads.kept, inputs, strict=True):
+            leaves[own.leaf] = x
+        return site.call.with_(
+            leaves=leaves, autocast=reads.autocast, kept=self.kept, blocks=blocks,
+            positions=positions,
+        )  # fmt: skip
 
 
 class Readings:
@@ -217,32 +237,33 @@ class Readings:
         except OtherPlanError:
             return no
         autocast = current(out.device.type)
-        return node, Reads(output, tuple(found), autocast, out.device, size, option)
+        rows = by_rows(call.with_(positions=None))
+        return node, Reads(output, tuple(found), autocast, out.device, size, rows, option)
 
     def read(self, step: Step, node: Any) -> None:
         """Read an operation, and have its δ left at the node."""
         site, reads = step.site, step.reads
-        assert site is not None and reads is not None and site.linear is not None
-        leaves, loose = [None if isinstance(x, Tensor) else x for x in step.leaves], []
-        for own in reads.kept:
+        assert site is not None and reads is not None
+        inputs, loose = list[Tensor](), list[int]()
+        for k, own in enumerate(reads.kept):
             x = own.read(node)
             if x.requires_grad:
                 x = x.detach()
             else:
-                loose.append(own.leaf)
-            leaves[own.leaf] = x
-        deltas: list[Any] = []
-        node.register_prehook(deltas.append)
+                loose.append(k)
+            inputs.append(x)
         on_host = self.blocks is not None and reads.autocast[0] == "cpu"
-        kept = kept_by(node, site.kept) if on_host else ()
-        found = Reading(site, reads, leaves, step.leaves, loose, reads.versions, kept, deltas)
+        found = Reading(step, inputs, loose, kept_by(node, site.kept) if on_host else ())
+        node.register_prehook(found.deltas.append)
         self._found.append(found)
 
     def begin_with(self, nodes: Iterable[Any], micro: MicroBatch) -> None:
         """The backward pass begins at one of these nodes: all gradients pass one of them."""
         if self._found:
-            micro.met, micro.autocast = True, self._found[-1].reads.autocast
-            hook = _Begins(self._found[0].site.call, partial(self.keeper.first_gradient, micro))
+            first, last = self._found[0].step.site, self._found[-1].step.reads
+            assert first is not None and last is not None
+            micro.met, micro.autocast = True, last.autocast
+            hook = _Begins(first.call, partial(self.keeper.first_gradient, micro))
             for node in dict.fromkeys(nodes):
                 node.register_prehook(hook)
 
@@ -252,10 +273,12 @@ class Readings:
         before, micro.uses, size = micro.uses, [], 0
         with torch.no_grad(), DisableTorchFunction():
             for reading in reversed(self._found):
-                blocks = self.blocks if reading.reads.autocast[0] == "cpu" else None
+                reads = reading.step.reads
+                assert reads is not None
+                blocks = self.blocks if reads.autocast[0] == "cpu" else None
                 for use in reading.uses(micro, blocks):
                     micro.remember(use)
-                    size += reading.reads.bytes
+                    size += reads.bytes
         micro.uses += before
         self.forget()
         if size:

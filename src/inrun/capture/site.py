@@ -307,9 +307,8 @@ def kept_by(node: Any, names: Sequence[str]) -> tuple[Tensor, ...]:
     """The tensors that a node of the graph saved under these names; () unless all are there."""
     if not names:
         return ()
-    kept = (getattr(node, name, None) for name in names)
-    found = tuple(x for x in kept if x is not None)
-    return found if len(found) == len(names) else ()
+    found = [x for name in names if (x := getattr(node, name, None)) is not None]
+    return tuple(found) if len(found) == len(names) else ()
 
 
 def put(target: Tensor, index: Any, value: Tensor) -> Tensor:

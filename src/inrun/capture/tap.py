@@ -234,7 +234,7 @@ class Awaited:
             leaves = list(call.leaves)
             versions = copy_loose(call, site.linear, leaves, self.loose, versions)
             call = call.with_(leaves=leaves)
-        return Use(call, site.linear, delta, versions, site.records)
+        return Use.of(call, site.linear, delta, versions, site.records)
 
     def drop(self) -> None:
         """Let go of the inputs."""

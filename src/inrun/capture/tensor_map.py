@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -14,6 +15,8 @@ from inrun.torch_compat import MODULE_ATTRIBUTES, FakeTensor, buffers_of, parame
 
 T = TypeVar("T")
 _CONTAINERS, _SHORT = (dict, list, tuple), 64
+_STANDARD = list(vars(nn.Module()))
+_PLAIN = frozenset([int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size])
 
 
 class TensorMap(Generic[T]):
@@ -87,17 +90,31 @@ def memory_of(t: Tensor) -> Any:
 
 
 def own_tensors(modules: Iterable[nn.Module]) -> set[int]:
-    """The ids of all attributes of the modules: parameters, buffers and plain attributes. Types are
-    not checked, because that takes longer than adding the id. Tensors in short lists and
-    dictionaries are included (peft keeps the tokens of its prompts in one)."""
+    """The ids of all attributes of the modules that may be tensors: parameters, buffers and plain
+    attributes. Tensors in short lists and dictionaries are included (peft keeps the tokens of its
+    prompts in one)."""
     own: set[int] = set()
     for module in modules:
         held = vars(module)
-        buffers, params = buffers_of(module).values(), parameters_of(module).values()
-        own.update(map(id, params), map(id, buffers))
-        for name in held.keys() - MODULE_ATTRIBUTES:
-            x = held[name]
-            own.add(id(x))
-            if type(x) in _CONTAINERS and 0 < len(x) <= _SHORT:
-                own.update(map(id, tensors_in(x)))
+        if params := parameters_of(module):
+            own.update(map(id, params.values()))
+        if buffers := buffers_of(module):
+            own.update(map(id, buffers.values()))
+        for x in _attributes(held):
+            kind = type(x)
+            if kind not in _PLAIN:
+                own.add(id(x))
+                if kind in _CONTAINERS and 0 < len(x) <= _SHORT:
+                    entries = x.values() if kind is dict else x
+                    if not _PLAIN.issuperset(map(type, entries)):
+                        own.update(map(id, tensors_in(x)))
     return own
+
+
+def _attributes(held: dict[str, Any]) -> list[Any]:
+    """The values of a module's own attributes. Those of ``nn.Module`` come first, unless there
+    were others before its constructor ran."""
+    n = len(_STANDARD)
+    if list(islice(held, n)) == _STANDARD:
+        return list(islice(held.values(), n, None))
+    return [held[name] for name in held.keys() - MODULE_ATTRIBUTES]

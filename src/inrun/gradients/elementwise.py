@@ -58,7 +58,15 @@ def _scaled(call: Call) -> Affine | None:
     return Affine(x, weight, matrix=False)
 
 
-@register_op("mul", "multiply", linear=_factor, affine=_scaled)
+def _stacked(call: Call) -> Tensor:
+    """Several products of two tensors at once [n, …]: dimensions are aligned from the last one."""
+    factors = call.value(0, "input"), call.value(1, "other")
+    rank = max(t.ndim for t in factors)
+    a, b = (t.view(len(t), *[1] * (rank - t.ndim), *t.shape[1:]) for t in factors)
+    return a * b
+
+
+@register_op("mul", "multiply", linear=_factor, stacked=_stacked, affine=_scaled)
 def mul(call: Call, delta: Tensor) -> Iterator[tuple[Any, Record]]:
     """x · W: the gradient of one factor is δ times the other."""
     first, second = call.at(0, "input"), call.at(1, "other")

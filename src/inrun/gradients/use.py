@@ -13,7 +13,7 @@ if it had run in the backward pass (``Use.records``).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from inrun.gradients.owned import by_owner
 from inrun.gradients.records import Record, wide
 from inrun.tensors.autocast import no_autocast
 from inrun.tensors.layout import Layout
-from inrun.torch_compat import version_of
+from inrun.torch_compat import DisableTorchFunction, version_of
 
 Pairs = list[tuple[Any, Record]]  # (node, record)
 
@@ -38,16 +38,20 @@ class Linear:
     of leaves."""
 
     leaves: tuple[int, ...]  # linear in these together: parameters, perhaps a frozen bias
-    nodes: tuple[Any, ...]  # of the parameters among them
+    operands: tuple[Any, ...]  # their nodes; None: it is frozen
+    nodes: tuple[Any, ...]  # without None
     others: tuple[int, ...]  # tensors that are not parameters
     stacked: Callable[[Call], Tensor] | None  # runs several at once (``OpRule.stacked``)
     kind: Hashable  # equal for operations that differ in their numbers alone
     numbers: int  # of the largest tensor among the leaves
     affine: Affine | None  # where its arguments are, if it is a simple one
+    # kept by whoever contracts uses, as long as the operation is known (scoring/uses.py)
+    sorted_with: list[Any] = field(default_factory=list, init=False, repr=False)
 
     @staticmethod
     def of(call: Call, leaves: tuple[int, ...], rule: OpRule | None = None) -> Linear:
-        nodes = tuple([n for i in leaves if (n := call.nodes[i]) is not None])
+        operands = tuple([call.nodes[i] for i in leaves])
+        nodes = tuple([n for n in operands if n is not None])
         others = [i for i, x in enumerate(call.leaves) if isinstance(x, Tensor) and i not in leaves]
         parts = [
             (x.shape, x.dtype, i in leaves) if isinstance(x, Tensor) else repr(x)
@@ -57,7 +61,12 @@ class Linear:
         numbers = max(call.leaves[i].numel() for i in (*leaves, *others))
         stacked, affine = (None, None) if rule is None else (rule.stacked, rule.affine)
         simple = None if affine is None else affine(call)
-        return Linear(leaves, nodes, tuple(others), stacked, kind, numbers, simple)
+        return Linear(leaves, operands, nodes, tuple(others), stacked, kind, numbers, simple)
+
+    def with_nodes(self, other: Callable[[Any], Any]) -> Linear:
+        """The same with ``other(node)`` in the place of each node."""
+        operands = tuple([None if n is None else other(n) for n in self.operands])
+        return replace(self, operands=operands, nodes=tuple(map(other, self.nodes)))
 
     def versions(self, leaves: Sequence[Any]) -> list[int]:
         """How often each input was written to."""
@@ -68,29 +77,49 @@ class Use:
     """One operation with parameters, and δ = ∂L/∂(output).
 
     Args:
-        call: with its leaves.
+        call: with its leaves, or what makes it when it is asked for: most uses are contracted
+            from their inputs alone.
+        inputs: the leaves that are no parameters (``Linear.others``).
         delta: of the output's shape.
         versions: of the inputs, when the operation ran.
         rule: makes records of δ.
+        by_rows: are rows examples, and those of the output's shape one after the other?
     """
 
-    __slots__ = ("B", "call", "delta", "dtype", "linear", "nodes", "rule", "versions")
+    __slots__ = (
+        "B", "_call", "by_rows", "delta", "dtype", "inputs", "linear", "nodes", "rule", "versions",
+    )  # fmt: skip
 
     def __init__(
-        self, call: Call, linear: Linear, delta: Tensor, versions: list[int],
-        rule: Callable[[Call, Tensor], Pairs],
+        self, call: Call | Callable[[], Call], linear: Linear, B: int, inputs: Sequence[Tensor],
+        delta: Tensor, versions: list[int], rule: Callable[[Call, Tensor], Pairs], by_rows: bool,
     ) -> None:  # fmt: skip
-        self.call, self.linear, self.delta, self.rule = call, linear, delta, rule
+        self._call, self.linear, self.delta, self.rule = call, linear, delta, rule
+        self.inputs, self.by_rows = inputs, by_rows
         self.versions = [version_of(delta), *versions]
-        self.B, self.nodes, dtype = call.B, linear.nodes, delta.dtype
+        self.B, self.nodes, dtype = B, linear.nodes, delta.dtype
         # in which the operation runs again: the range of float16 is too small
         self.dtype = torch.float32 if dtype == torch.float16 else dtype
 
+    @staticmethod
+    def of(
+        call: Call, linear: Linear, delta: Tensor, versions: list[int],
+        rule: Callable[[Call, Tensor], Pairs],
+    ) -> Use:  # fmt: skip
+        inputs = [call.leaves[i] for i in linear.others]
+        return Use(call, linear, call.B, inputs, delta, versions, rule, by_rows(call))
+
+    @property
+    def call(self) -> Call:
+        if not isinstance(self._call, Call):
+            with torch.no_grad(), DisableTorchFunction():
+                self._call = self._call()
+        return self._call
+
     def with_nodes(self, other: Callable[[Any], Any]) -> Use:
         """The same use with ``other(node)`` in the place of each node."""
-        linear = replace(self.linear, nodes=tuple(map(other, self.linear.nodes)))
         call = self.call.with_(nodes=tuple(map(other, self.call.nodes)))
-        return Use(call, linear, self.delta, self.versions[1:], self.rule)
+        return Use.of(call, self.linear.with_nodes(other), self.delta, self.versions[1:], self.rule)
 
     @property
     def origin(self) -> object:
@@ -105,8 +134,7 @@ class Use:
     def x(self) -> Tensor:
         """The input of an affine operation,"""
         assert self.linear.affine is not None
-        x: Tensor = self.call.leaves[self.linear.affine.x]
-        return x
+        return self.inputs[self.linear.others.index(self.linear.affine.x)]
 
     @property
     def operands(self) -> tuple[Any, Any]:
@@ -117,13 +145,11 @@ class Use:
 
     @property
     def bytes(self) -> int:
-        leaves = self.call.leaves
-        return self.delta.nbytes + sum([leaves[i].nbytes for i in self.linear.others])
+        return self.delta.nbytes + sum([x.nbytes for x in self.inputs])
 
     def check(self) -> None:
         """Refuse tensors that no longer hold what they held in the forward and backward pass."""
-        now = [version_of(self.delta), *self.linear.versions(self.call.leaves)]
-        if now != self.versions:
+        if [version_of(self.delta), *map(version_of, self.inputs)] != self.versions:
             raise overwritten(self.call)
 
     @property
@@ -150,15 +176,22 @@ class Use:
     @staticmethod
     def stacked(uses: Sequence[Use], u: Mapping[Any, Tensor]) -> Tensor:
         """The same for several uses of one kind, in one run of the operation: [n, *shape]."""
-        first = uses[0]
-        call, linear, dtype = first.call, first.linear, first.dtype
-        each = [(use.call.leaves, use.call.nodes) for use in uses]
+        linear, call, dtype = uses[0].linear, uses[0].call, uses[0].dtype
+        given: list[Tensor] = []
+        for k, i in enumerate(linear.leaves):
+            each = [u.get(use.linear.operands[k]) for use in uses]
+            given.append(torch.stack([_direction(call.leaves[i], x, dtype) for x in each]))
+        return Use.run(uses, given)
+
+    @staticmethod
+    def run(uses: Sequence[Use], given: Sequence[Tensor]) -> Tensor:
+        """The same; ``given`` are the directions, stacked, for each leaf that may move."""
+        linear, call, dtype = uses[0].linear, uses[0].call, uses[0].dtype
         together = list(call.leaves)
-        for i in linear.leaves:
-            own = [_direction(leaves[i], u.get(nodes[i]), dtype) for leaves, nodes in each]
-            together[i] = torch.stack(own)
-        for i in linear.others:
-            together[i] = torch.stack([_in_type(leaves[i], dtype) for leaves, _ in each])
+        for i, x in zip(linear.leaves, given, strict=True):
+            together[i] = x
+        for k, i in enumerate(linear.others):
+            together[i] = torch.stack([_in_type(use.inputs[k], dtype) for use in uses])
         assert linear.stacked is not None
         return linear.stacked(call.with_(leaves=together))
 
@@ -171,14 +204,6 @@ class Use:
         for i in linear.others:
             leaves[i] = _in_type(leaves[i], dtype)
         return leaves
-
-    @property
-    def by_rows(self) -> bool:
-        """Are rows examples, and those of the output's shape one after the other?"""
-        call = self.call
-        if call.positions is not None or not isinstance(call.layout, Layout):
-            return False
-        return call.layout.dim == 0 and call.layout.outer == 1
 
     def in_rows(self) -> bool:
         """Are the numbers of an example one after the other, and rows examples?"""
@@ -198,6 +223,13 @@ class Use:
         if positions is None:
             return pairs
         return [(node, by_owner(record, positions, False)) for node, record in pairs]
+
+
+def by_rows(call: Call) -> bool:
+    """Are rows examples, and those of the output's shape one after the other?"""
+    if call.positions is not None or not isinstance(call.layout, Layout):
+        return False
+    return call.layout.dim == 0 and call.layout.outer == 1
 
 
 def _direction(leaf: Tensor, u: Tensor | None, dtype: torch.dtype) -> Tensor:

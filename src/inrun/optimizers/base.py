@@ -240,12 +240,17 @@ class Factors:
     """K of several parameters that are computed together, one after the other: flat.
 
     ``members`` are their gradients, ``g`` all of these, flat, where that is at hand. K of a single
-    member is a view that is made when somebody asks for it.
+    member is a view that is made when somebody asks for it. ``place`` splits a flat tensor by
+    copying it into memory that the next one is copied into as well.
     """
 
-    def __init__(self, K: Tensor, members: Sequence[Tensor], g: Tensor | None = None) -> None:
+    def __init__(
+        self, K: Tensor, members: Sequence[Tensor], g: Tensor | None = None,
+        place: Callable[[Tensor], Sequence[Tensor]] | None = None,
+    ) -> None:  # fmt: skip
         self.K, self.g, self.members = K, g, members
         self._parts: Sequence[Tensor] = ()
+        self.place = place or self.split
 
     def split(self, flat: Tensor) -> Sequence[Tensor]:
         """The part of each member, in its shape."""

@@ -76,26 +76,27 @@ def placed(params: Sequence[Tensor], weights: Sequence[Tensor]) -> Iterator[None
     """Context in which parameters have these weights. Shards are written to, since FSDP gathers
     from their memory, and their own numbers are set aside in the memory of ``weights`` meanwhile;
     others get other memory."""
-    own = [p.data for p in params]
+    pairs = list(zip(params, weights, strict=True))
+    others = [(p, w) for p, w in pairs if not isinstance(p, Shard)]
+    own = [p.data for p, _ in others]
     exchanged: list[tuple[Tensor, Tensor]] = []
     try:
-        for p, w in zip(params, weights, strict=True):
+        for p, w in others:
+            p.data = w
+        for p, w in pairs if len(others) < len(pairs) else ():
             if isinstance(p, Shard):
                 new = w.clone()
                 kept = w.copy_(p.detach()) if w.dtype == p.dtype else p.detach().clone()
                 exchanged.append((p.detach(), kept))
                 p.detach().copy_(new)
-            else:
-                p.data = w
         yield
     finally:
         for shard, kept in exchanged:
             new = shard.clone()
             shard.copy_(kept)
             kept.copy_(new)
-        for p, data in zip(params, own, strict=True):
-            if not isinstance(p, Shard):
-                p.data = data
+        for (p, _), data in zip(others, own, strict=True):
+            p.data = data
 
 
 class Group:

@@ -113,7 +113,7 @@ class ModuleTree:
 
 
 def _all(stores: Sequence[Mapping[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable([x.values() for x in stores]))
+    return list(chain.from_iterable([x.values() for x in stores if x]))
 
 
 def trainable(modules: Sequence[nn.Module], optimizer: Optimizers) -> tuple[int, ...]:

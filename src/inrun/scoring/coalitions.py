@@ -37,7 +37,7 @@ from inrun.scoring.clipping import Clipping
 from inrun.scoring.deals import Deal, deals, in_blocks, packs_of
 from inrun.scoring.joining import FEW, All, Joining, Orders, block
 from inrun.scoring.moved import ParamStep
-from inrun.scoring.path import Pack
+from inrun.scoring.packs import Pack
 from inrun.scoring.players import Players, rows_of
 from inrun.scoring.thinned import LARGE, Linear, pieces, stride_of
 from inrun.validation.sweep import Gradients

@@ -143,17 +143,22 @@ class Pending:
 
     def __init__(self, numbers: Mapping[str, Tensor], conclude: Callable[..., StepResult]) -> None:
         self._shapes = {k: t.shape for k, t in numbers.items()}
-        flat = torch.cat([t.detach().double().flatten() for t in numbers.values()])
         self._conclude, self._event = conclude, None
+        self._on_host: dict[str, np.ndarray] | None = None
+        if all(t.is_cpu for t in numbers.values()):
+            self._on_host = {k: t.detach().double().numpy().copy() for k, t in numbers.items()}
+            return
+        flat = torch.cat([t.detach().double().flatten() for t in numbers.values()])
+        self._numbers = flat
         if flat.is_cuda:
             host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
             self._numbers = host.copy_(flat, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
-        else:
-            self._numbers = flat
 
     def settle(self) -> StepResult:
+        if self._on_host is not None:
+            return self._conclude(**self._on_host)
         if self._event is not None:
             self._event.synchronize()
         parts = self._numbers.split([math.prod(s) for s in self._shapes.values()])

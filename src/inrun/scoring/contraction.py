@@ -59,12 +59,17 @@ def group_values(
     """
 
     def some(names: Sequence[str], qs: slice) -> list[Products]:
-        v = _mean([p.of(names, qs) for p in points])
+        single = points[0].single if len(points) == 1 else None
+        v: Mapping[str, Tensor]
+        if single is not None and next(iter(single.values())).is_cpu:
+            v = {k: single[k] for k in names}
+        else:
+            v, single = _mean([p.of(names, qs) for p in points]), None
         if next(iter(v.values())).is_cuda:  # once, for all kernels that will read them
             v = dict(zip(v, contraction_kernel.all_rows_in_order([*v.values()]), strict=True))
         own, found = {k: G[k] for k in names}, []
         for f, receive in zip(maps, keep or [None] * len(maps), strict=True):
-            u = directions_through(f, v, ratios)
+            u = directions_through(f, v, ratios, single is not None)
             found.append(contract(u, own, micros))
             if receive is not None:
                 receive(u, points[0].scale if Q > 1 else None)
@@ -89,18 +94,23 @@ def group_values(
 
 
 def directions_through(
-    maps: Mapping[str, LinearMap], v: Mapping[str, Tensor], ratios: Mapping[str, Tensor] | None
-) -> dict[str, Direction]:
+    maps: Mapping[str, LinearMap], v: Mapping[str, Tensor], ratios: Mapping[str, Tensor] | None,
+    single: bool = False,
+) -> dict[str, Direction]:  # fmt: skip
     """The validation gradients v [Q, *W] carried through the maps and, with ``ratios``, through
-    clipping by value."""
+    clipping by value. ``single``: v [*W] are those of the only target."""
     found: dict[str, Direction] = {}
+    if single and not {Part, Scale}.issuperset(map(type, maps.values())):
+        v, single = {k: x[None] for k, x in v.items()}, False
     for k, x in v.items():
         if k in found:
             continue
         f = maps[k]
         if type(f) is Part and ratios is None:
-            found[k] = Direction(x, part=f)
+            found[k] = Direction(None if single else x, part=f, single=x if single else None)
             continue
+        if single:
+            x = x[None]
         if (together := getattr(f, "together", None)) is not None:  # of several parameters at once
             for name, u in together(v).items():
                 found[name] = Direction(u if ratios is None else ratios[name] * u)

@@ -22,7 +22,7 @@ from inrun.ranks.stretch import Stretch
 from inrun.ranks.world import World
 from inrun.scoring.joining import block
 from inrun.scoring.moved import ParamStep
-from inrun.scoring.path import Pack, packed
+from inrun.scoring.packs import Pack, packed
 
 SLAB = {"cpu": 2**26, "cuda": 2**30}  # numbers of all examples' gradients that are held at a time
 

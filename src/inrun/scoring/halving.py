@@ -43,7 +43,7 @@ class Halving:
     ) -> None:  # fmt: skip
         self.estimators, self.validator = estimators, validator
         self.every, self.seed, self._world = every, seed, world
-        self._looked = False
+        self._looked, self._drawn = False, (-1, -1)  # the last block, and its step
         self._why(self._left_out())
 
     def _left_out(self) -> str | None:
@@ -69,8 +69,10 @@ class Halving:
     def due(self, step: int) -> bool:
         """Is it measured in this step? One of each ``every``, the same on all ranks."""
         block, place = divmod(step, self.every)
-        coin = np.random.default_rng((self.seed, block, STREAM))
-        return place == int(coin.integers(self.every))
+        if self._drawn[0] != block:
+            coin = np.random.default_rng((self.seed, block, STREAM))
+            self._drawn = block, int(coin.integers(self.every))
+        return place == self._drawn[1]
 
     def measures(self, step: int) -> bool:
         """Will it be measured in this step, unless the rows cannot be halved?"""

@@ -103,6 +103,7 @@ class Moved:
         self.steps = list(steps)
         self._around = around  # of each optimizer, in the order of the steps; none: for one step
         self._prepared: dict[Any, Any] = {}
+        self._in_step: dict[Any, Any] = {}  # likewise, of one step
 
     @staticmethod
     def of(rules: Sequence[tuple[Optimizer, Rule]], world: World = ALONE) -> Moved:
@@ -125,14 +126,16 @@ class Moved:
 
     def again(self) -> bool:
         """Put in the gradients of the next step. False if more than numbers has changed."""
-        if not self._around or not all(x.unchanged(o) for o, x in self._around):
+        self._in_step = {}
+        found = [(o, x.gradients(o)) for o, x in self._around]
+        if not found or any(grads is None for _, grads in found):
             return False
         steps = iter(self.steps)
-        for optimizer, around in self._around:
-            for _, m in zip(around.params, steps, strict=False):
-                g = _gradient(m.p, optimizer)
-                assert g is not None
-                m.g = g.float() if g.dtype in HALF else g
+        for optimizer, grads in found:
+            scale = getattr(optimizer, "grad_scale", None)
+            for g, m in zip(grads or (), steps, strict=False):
+                own = g if scale is None else g / scale
+                m.g = own.float() if own.dtype in HALF else own
         return True
 
     def once(self, what: Any, make: Callable[[], Found]) -> Found:
@@ -141,6 +144,22 @@ class Moved:
             self._prepared[what] = make()
         found: Found = self._prepared[what]
         return found
+
+    def in_step(self, what: Any, make: Callable[[], Found]) -> Found:
+        """What ``make`` returns, kept for this step."""
+        if what not in self._in_step:
+            self._in_step[what] = make()
+        found: Found = self._in_step[what]
+        return found
+
+    @property
+    def lasting(self) -> bool:
+        """Can it serve for more than one step?"""
+        return bool(self._around)
+
+    @property
+    def on_host(self) -> bool:
+        return self.once("on host", lambda: all(m.p.is_cpu for m in self.steps))
 
     def places(self, params: Sequence[Tensor]) -> list[int]:
         """Where these parameters are among those that move."""
@@ -190,23 +209,24 @@ class Surroundings:
         self._marks = self._read_marks([g for p in self.params if (g := p.grad) is not None])
         self._numbers = _numbers(steps)
 
-    def unchanged(self, optimizer: Optimizer) -> bool:
-        """Is all the same but the numbers in gradients, weights, states and options?"""
+    def gradients(self, optimizer: Optimizer) -> list[Tensor] | None:
+        """The gradients, if all is the same but the numbers in gradients, weights, states and
+        options; else None."""
         held, sizes = _held(optimizer)
         if sizes != self._sizes or not same(held, self._held):
-            return False
+            return None
         grads = [g for p in self.params if (g := p.grad) is not None]
-        if len(grads) < len(self.params) or any(p.grad is not None for p in self._others):
-            return False
-        state = optimizer.state
+        if len(grads) < len(self.params) or [p for p in self._others if p.grad is not None]:
+            return None
         if not same(optimizer.param_groups, self._groups):
-            return False
-        if not same([state.get(p) for p in self.params], self._states):
-            return False
+            return None
+        if not same(list(map(optimizer.state.get, self.params)), self._states):
+            return None
         keys, values = self._entries()
         if keys != self._keys or not same(values, self._values):
-            return False
-        return self._read_marks(grads) == self._marks and all(map(_all_equal, self._numbers))
+            return None
+        unchanged = self._read_marks(grads) == self._marks and all(map(_all_equal, self._numbers))
+        return grads if unchanged else None
 
     def _entries(self) -> tuple[list[Any], list[Any]]:
         """Names and values of all entries of the states."""

@@ -10,26 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from itertools import chain
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from inrun import kernels
-from inrun.optimizers.base import Factors, LinearMap, Scale, WholeModel
+from inrun.optimizers.base import LinearMap, Scale, WholeModel
 from inrun.optimizers.common import Options, Scalar
 from inrun.ranks.shards import placed
 from inrun.scoring.estimators import MAPS, Place
 from inrun.scoring.moved import Moved, ParamStep
+from inrun.scoring.packs import Pack, all_packs, flat_gradients
 from inrun.scoring.samples import SAMPLED, table
-from inrun.torch_compat import (
-    foreach_add_,
-    foreach_copy_,
-    foreach_zero_,
-    unflatten_dense_tensors,
-)
+from inrun.torch_compat import foreach_add_, foreach_copy_, foreach_zero_
 
 Found = TypeVar("Found")
 
@@ -99,11 +95,11 @@ class Path:
 
     @property
     def packs(self) -> list[Pack]:
-        return self._kept.once("packs", partial(packed, self.moved))
+        return all_packs(self._kept)
 
     @property
     def on_host(self) -> bool:
-        return self._kept.once("on host", lambda: all(m.p.is_cpu for m in self.moved))
+        return self._kept.on_host
 
     def joined(self) -> Iterable[ParamStep]:
         """Each pack as one parameter. On a host they are kept for the step: the copies are small,
@@ -111,7 +107,8 @@ class Path:
         if not self.on_host:
             return (pack.joined() for pack in self.packs)
         if self._joined is None:
-            self._joined = [pack.joined() for pack in self.packs]
+            own = zip(self.packs, flat_gradients(self._kept), strict=True)
+            self._joined = [pack.joined(g) for pack, g in own]
         return self._joined
 
     def maps(self, kind: str, x: Place) -> list[LinearMap]:
@@ -126,8 +123,8 @@ class Path:
             assert factors is not None
             maps: list[LinearMap] = [Scale(K) for K in factors]
         else:
-            packs = zip(self.packs, self.joined(), strict=True)
-            found = [pack.maps_and_weights(m, kind, x) for pack, m in packs]
+            packs, memory = zip(self.packs, self.joined(), strict=True), self._kept_in_packs(x)
+            found = [pack.maps_and_weights(m, kind, x, memory) for pack, m in packs]
             maps = self._in_order([own for own, _ in found])
             weights = None
             if x is not None:
@@ -154,8 +151,8 @@ class Path:
             ends = zip(self.moved, self.point(1.0), strict=True)
             return self._buffered(x, [torch.lerp(m.p.detach(), w, 0.5) for m, w in ends])
         if self._whole_model is None:
-            packs = zip(self.packs, self.joined(), strict=True)
-            found = [pack.split(m.weights_at(x)) for pack, m in packs]
+            packs, memory = zip(self.packs, self.joined(), strict=True), self._kept_in_packs(x)
+            found = [pack.split(m.weights_at(x), memory) for pack, m in packs]
             return self._buffered(x, self._in_order(found))
         weights, _ = self._whole_model.weights_and_factors(x, None, self._memory(x))
         assert weights is not None
@@ -163,10 +160,9 @@ class Path:
 
     def _in_order(self, by_pack: Sequence[Sequence[Found]]) -> list[Found]:
         """The results of all packs in the order of the parameters."""
-        found: dict[int, Found] = {}
-        for pack, results in zip(self.packs, by_pack, strict=True):
-            found.update(zip(pack.places, results, strict=True))
-        return [found[i] for i in range(len(found))]
+        found = list(chain.from_iterable(by_pack))
+        order = self._kept.once("order", partial(_order, self.packs))
+        return found if order is None else [found[i] for i in order]
 
     def _buffered(self, x: Place, weights: list[Tensor]) -> list[Tensor]:
         """The weights; on a GPU copied to buffers at fixed addresses."""
@@ -185,6 +181,11 @@ class Path:
             return None
         return self._weights_memory.like([m.p for m in self.moved], x)
 
+    def _kept_in_packs(self, x: Place) -> Place:
+        """The point, if packs have memory for the weights there: on a host."""
+        kept = self._weights_memory is not None and self.on_host and x not in (0.0, 1.0)
+        return x if kept else None
+
     @contextmanager
     def weights(self, x: Place) -> Iterator[None]:
         """Context in which the model has the weights of a point of the path; restores its own.
@@ -196,6 +197,13 @@ class Path:
             return
         with placed([m.p for m in self.moved], self.point(x)):
             yield
+
+
+def _order(packs: Sequence[Pack]) -> list[int] | None:
+    """Where each parameter is among the members of all packs; None: in the same order."""
+    places = [i for pack in packs for i in pack.places]
+    order = sorted(range(len(places)), key=places.__getitem__)
+    return None if places == sorted(places) else order
 
 
 def _entries(moved: Sequence[ParamStep]) -> Tensor | None:
@@ -234,91 +242,3 @@ def _filled(moved: Sequence[ParamStep], factor: Callable[[Options], Scalar]) -> 
             foreach_zero_(own)
             foreach_add_(own, number)
     return [Scale(K) for K in factors]
-
-
-@dataclass(eq=False)
-class Pack:
-    """Small parameters whose updates are computed together, concatenated: an elementwise update
-    does not depend on where a parameter ends, and one call is cheaper than many."""
-
-    members: list[ParamStep]
-    places: list[int]  # among all parameters of the step
-
-    @property
-    def elementwise(self) -> bool:
-        return self.members[0].rule.elementwise
-
-    def joined(self) -> ParamStep:
-        """All members as one parameter, flat; a single one as it is."""
-        first, members = self.members[0], self.members
-        if len(members) == 1:
-            return first
-        state = {
-            k: _flat([m.state[k] for m in members])
-            if isinstance(x, Tensor) and x.shape == first.p.shape  # a number for each coordinate
-            else x
-            for k, x in first.state.items()
-        }
-        p, g = _flat([m.p for m in members]), _flat([m.g for m in members])
-        return ParamStep(p, g, first.rule, state, first.options)
-
-    def split(self, flat: Tensor) -> list[Tensor]:
-        """The part of each member, in its shape."""
-        if len(self.members) == 1:
-            return [flat]
-        return list(unflatten_dense_tensors(flat, [m.p for m in self.members]))
-
-    def maps_and_weights(
-        self, m: ParamStep, kind: str, x: float | None
-    ) -> tuple[Sequence[LinearMap], list[Tensor]]:
-        """The map of each member and, with ``x``, its weights there; ``m`` is the pack joined."""
-        one_pass = m.rule.one_pass.get(kind) if x is not None else None
-        if x is not None and one_pass is not None:
-            found = one_pass(m.g, m.p.detach(), m.state, m.options, x)
-            if found is not None:
-                K, w = found
-                return self._scales(K, m.g), self.split(w.to(m.p.dtype))
-        f = m.map(kind)
-        weights = [] if x is None else self.split(m.weights_at(x))
-        if len(self.members) == 1:
-            return [f], weights
-        K = f.K if isinstance(f, Scale) else f(torch.ones_like(m.g))  # the map is diagonal
-        return self._scales(K.expand_as(m.g), m.g), weights
-
-    def _scales(self, K: Tensor, g: Tensor) -> Sequence[Scale]:
-        """The maps of the members, from the factors and gradients of all."""
-        if len(self.members) == 1:
-            return [Scale(K)]
-        own = g if g.is_cpu else None  # on a GPU it would take memory, and nobody asks for it
-        return Factors(K, [m.g for m in self.members], own).scales()
-
-
-def _flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([t if t.ndim == 1 else t.flatten() for t in tensors])
-
-
-# Numbers in a pack: on a GPU launches are what costs, on a host dispatch until caches overflow.
-PACK_SIZE = {"cpu": 2**15, "cuda": 2**23}
-
-
-def packed(moved: Sequence[ParamStep], sizes: Sequence[int] | None = None) -> list[Pack]:
-    """Small parameters of one kind in packs, large ones alone. Every member begins at a multiple of
-    8 numbers: kernels want their tensors aligned. ``sizes``: of whole parameters, where a rank has
-    shards of them."""
-    packs: list[Pack] = []
-    begun: dict[Any, tuple[Pack, int]] = {}  # by kind: its last pack, numbers in it
-    for i, m in enumerate(moved):
-        n = m.p.numel() if sizes is None else sizes[i]
-        limit = PACK_SIZE.get(m.p.device.type, PACK_SIZE["cpu"])
-        kind = None if 2 * n >= limit or m.numbers_on_device else m.kind
-        pack, size = begun.get(kind, (None, limit))
-        if kind is None:
-            packs.append(Pack([m], [i]))
-        elif pack is None or size % 8 or size + n > limit:
-            packs.append(Pack([m], [i]))
-            begun[kind] = packs[-1], n
-        else:
-            pack.members.append(m)
-            pack.places.append(i)
-            begun[kind] = pack, size + n
-    return packs

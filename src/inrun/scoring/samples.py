@@ -7,7 +7,7 @@ view of each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -48,19 +48,26 @@ def entries_of(size: int) -> np.ndarray:
 
 class Sample:
     """The sampled entries of tensors of one type and device, of those that are not empty. They can
-    be read again, also after a tensor was given other memory."""
+    be read again, also after a tensor was given other memory. ``often``: in every step, so that
+    flat views of them are worth making."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._given = list(tensors)
+    def __init__(self, tensors: Sequence[Tensor], often: bool = False) -> None:
+        self._given, self._often = list(tensors), often
         self._look(list(map(Tensor.data_ptr, tensors)))
 
     def _look(self, addresses: list[int]) -> None:
         """Find out how to read the tensors where they are now."""
-        self._known = addresses
-        self.tensors = [t for t in self._given if t.numel()]
-        self._sizes = tuple([t.numel() for t in self.tensors])
+        self._known, sizes = addresses, list(map(Tensor.numel, self._given))
+        self.tensors = self._given if all(sizes) else [t for t in self._given if t.numel()]
+        self._sizes = tuple([n for n in sizes if n])
         self._by_kernel = bool(self.tensors) and kernels.readable(self.tensors)
         self._addresses: Tensor | None = None  # for the kernel
+        self._views: list[Tensor] | None = None  # what is concatenated, if all are dense
+        worth = self._often and bool(self.tensors) and not self._by_kernel
+        if worth and all(map(Tensor.is_contiguous, self.tensors)):
+            plan = _plan(self._sizes, self.tensors[0].device)
+            self._views = [self.tensors[i].detach().view(-1) for i in plan.small]
+            self._views += [_view(self.tensors[i], self._sizes[i]) for i in plan.large]
 
     @torch.no_grad()
     def read(self) -> Tensor:
@@ -72,6 +79,9 @@ class Sample:
             return self._launch()
         if not self.tensors:
             return torch.empty(0, SAMPLED)
+        if self._views is not None and all(map(Tensor.is_contiguous, self.tensors)):
+            entries = _plan(self._sizes, self.tensors[0].device).entries
+            return torch.cat(self._views).index_select(0, entries).view(-1, SAMPLED)
         return _copied(self.tensors, self._sizes).view(-1, SAMPLED)
 
     def _launch(self) -> Tensor:
@@ -84,6 +94,34 @@ class Sample:
             kernels.READABLE[first.dtype], SAMPLED=SAMPLED,
         )  # fmt: skip
         return found
+
+
+class Pieces:
+    """The sampled entries of tensors that lie one after the other in flat ones.
+
+    ``where``: of each tensor, which flat one it is in, where it begins there, and its size.
+    """
+
+    def __init__(self, where: Sequence[tuple[int, int, int]]) -> None:
+        entries: dict[int, list[np.ndarray]] = {}
+        rows: dict[int, list[int]] = {}
+        for row, (flat, start, size) in enumerate(where):
+            entries.setdefault(flat, []).append(start + entries_of(size))
+            rows.setdefault(flat, []).append(row)
+        self._entries = [(i, torch.from_numpy(np.concatenate(x))) for i, x in entries.items()]
+        given = [row for own in rows.values() for row in own]
+        self._order = None if given == sorted(given) else torch.from_numpy(np.argsort(given))
+
+    @property
+    def flats(self) -> list[int]:
+        """The flat ones that are read."""
+        return [i for i, _ in self._entries]
+
+    def read(self, flats: Mapping[int, Tensor]) -> Tensor:
+        """The entries [tensors, SAMPLED]."""
+        found = [flats[i].flatten().index_select(0, which) for i, which in self._entries]
+        rows = (found[0] if len(found) == 1 else torch.cat(found)).view(-1, SAMPLED)
+        return rows if self._order is None else rows.index_select(0, self._order)
 
 
 def sampled(tensors: Sequence[Tensor]) -> Tensor:

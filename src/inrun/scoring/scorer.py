@@ -57,6 +57,7 @@ from inrun.scoring.halving import Halving
 from inrun.scoring.kept import fill
 from inrun.scoring.maps import Maps
 from inrun.scoring.moved import Moved
+from inrun.scoring.packs import flat_gradients, sampled_gradients
 from inrun.scoring.path import Path, PathBuffers, missed
 from inrun.scoring.received import (
     BEFORE,
@@ -258,11 +259,13 @@ class Scorer:
         moved = self._moved
         places = moved.places(list(params.values()))
         g = [moved.steps[i].g for i in places]
-        finite = None if g[0].is_cuda else all_finite(g)
+        every = moved.on_host and len(g) == len(moved.steps)
+        finite = None if g[0].is_cuda else all_finite(flat_gradients(moved) if every else g)
         if at_once and finite is not None and not bool(finite):
             return StepResult(void=NOT_FINITE)
         grads = {k: x for k, p in params.items() if (x := p.grad) is not None}
-        found = self.accumulated.compare(grads)
+        sampled = partial(sampled_gradients, moved, places) if moved.on_host else None
+        found = self.accumulated.compare(grads, sampled)
         for reason, flag in found.flags.items():
             if at_once and flag.device.type == "cpu" and bool(flag):
                 return self.conclusion.void(number, reason, _ADVICE[reason])

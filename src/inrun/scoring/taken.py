@@ -14,19 +14,19 @@ precision inside (torch's Muon), whose matrix products differ from machine to ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from inrun.scoring.moved import Moved, ParamStep
+from inrun.scoring.packs import in_packs
 from inrun.scoring.path import Path
-from inrun.scoring.samples import SAMPLED, Sample, entries_of, sampled
+from inrun.scoring.samples import Sample, sampled
 from inrun.torch_compat import version_of
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -97,7 +97,7 @@ def predict(moved: Moved, path: Path, of_sample: bool) -> Prediction:
             weights = moved.once("weights", lambda: Sample([m.p for m in moved.steps]))
             pieces = [_piece(moved.steps[0], weights.read, *found)]
         elif path.on_host:
-            packed = moved.once("packed kinds", lambda: _packed(moved, path))
+            packed = moved.once("packed kinds", lambda: _packed(moved))
             pieces = [kind.predicted(kind.read(path)) for kind in packed]
         else:
             kinds = moved.once("kinds", lambda: list(map(_Scattered, moved.kinds())))
@@ -141,7 +141,7 @@ class _Kind:
 
     def __init__(self, members: list[ParamStep]) -> None:
         self.members, first = members, members[0]
-        self.weights = Sample([m.p for m in members])
+        self.weights = Sample([m.p for m in members], often=True)
         self.columns = [_WEIGHTS]  # and entries of the state with a number for each coordinate,
         for k, x in first.state.items() if first.kind is not None else ():
             # or with one for each parameter: they may differ; numbers on the host may not
@@ -185,40 +185,23 @@ class _Scattered(_Kind):
 
 
 class _Packed(_Kind):
-    """On a host: the entries are read from the packs, which the maps need as well.
+    """On a host: the entries are read from the packs, which the maps need as well."""
 
-    ``where``: of each member, by ``id``, its pack and where in it the member begins.
-    """
-
-    def __init__(self, members: list[ParamStep], where: Mapping[int, tuple[int, int]]) -> None:
-        super().__init__(sorted(members, key=lambda m: where[id(m)]))
-        entries: dict[int, list[np.ndarray]] = {}
-        for m in self.members:
-            pack, start = where[id(m)]
-            entries.setdefault(pack, []).append(start + entries_of(m.p.numel()))
-        self.entries = [(i, torch.from_numpy(np.concatenate(x))) for i, x in entries.items()]
+    def __init__(self, members: list[ParamStep], moved: Moved) -> None:
+        super().__init__(members)
+        self.pieces = in_packs(moved, members)
 
     def read(self, path: Path) -> dict[str, Tensor]:
         packs = list(path.joined())
-        of_state = self.columns[1:]
-        found = {k: self._entries([packs[i].state[k] for i, _ in self.entries]) for k in of_state}
-        found[_WEIGHTS] = self._entries([packs[i].p for i, _ in self.entries])
+        places, of_state = self.pieces.flats, self.columns[1:]
+        read = self.pieces.read
+        found = {k: read({i: packs[i].state[k] for i in places}) for k in of_state}
+        found[_WEIGHTS] = read({i: packs[i].p for i in places})
         if self.members[0].kind is not None:
-            found[_GRADIENT] = self._entries([packs[i].g for i, _ in self.entries])
+            found[_GRADIENT] = read({i: packs[i].g for i in places})
         return found
 
-    def _entries(self, packs: Sequence[Tensor]) -> Tensor:
-        own = zip(packs, self.entries, strict=True)
-        found = [x.flatten().index_select(0, which) for x, (_, which) in own]
-        return torch.cat(found).view(-1, SAMPLED)
 
-
-def _packed(moved: Moved, path: Path) -> list[_Packed]:
+def _packed(moved: Moved) -> list[_Packed]:
     """The kinds of a step on the host."""
-    where: dict[int, tuple[int, int]] = {}
-    for i, pack in enumerate(path.packs):
-        start = 0
-        for m in pack.members:
-            where[id(m)] = i, start
-            start += m.p.numel()
-    return [_Packed(members, where) for members in moved.kinds()]
+    return [_Packed(members, moved) for members in moved.kinds()]

@@ -5,7 +5,7 @@ with δ are summed by example together, on a GPU in one launch."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from inrun.optimizers.base import Factors, Part
 from inrun.scoring import contraction_kernel
 from inrun.tensors.autocast import no_autocast
 from inrun.torch_compat import flatten_dense_tensors, foreach_copy_, foreach_mul
+from inrun.validation.identity import same
 
 MEMORY = 2**29  # bytes of results that wait for their sums
 # Uses of one kind run at once if their tensors have at most so many numbers: a launch costs more
@@ -27,18 +28,31 @@ MEMORY = 2**29  # bytes of results that wait for their sums
 STACKED = {"cpu": 2**15, "cuda": 2**23}
 STACKED_MEMORY = 2**27
 _SMALL = 2**14  # numbers: so few are copied sooner than summed on their own
+_SORTED = 4  # sets of uses that are kept with their first one
+_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 
 
 class Direction:
     """u_q of one parameter for Q targets: K ⊙ v_q, or v_q where there is no factor K. ``part``: K
-    belongs to a pack of parameters."""
+    belongs to a pack of parameters. ``single``: v of the only target, instead of all."""
 
-    __slots__ = ("_K", "_full", "_one", "part", "v")
+    __slots__ = ("_K", "_full", "_one", "_v", "part", "single")
 
-    def __init__(self, v: Tensor, K: Tensor | None = None, part: Part | None = None) -> None:
-        self.v, self._K, self.part = v, K, part  # v [Q, *W]
+    def __init__(
+        self, v: Tensor | None, K: Tensor | None = None, part: Part | None = None,
+        single: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self._v, self._K, self.part, self.single = v, K, part, single
         self._full: Tensor | None = None
         self._one: Tensor | None = None  # of the only target
+
+    @property
+    def v(self) -> Tensor:
+        """[Q, *W]"""
+        if self._v is None:
+            assert self.single is not None
+            self._v = self.single[None]
+        return self._v
 
     @property
     def K(self) -> Tensor | None:  # noqa: N802
@@ -110,8 +124,10 @@ def fill_packs(u: Mapping[str, Direction]) -> list[Packed]:
         if len(own) == len(factors.members):
             names = [own[i] for i in range(len(own))]
             packed = [u[k] for k in names]
-            whole = factors.K * flatten_dense_tensors([d.v for d in packed])
-            for d, x in zip(packed, factors.split(whole), strict=True):
+            whole = factors.K * flatten_dense_tensors(
+                [d.v if d.single is None else d.single for d in packed]
+            )
+            for d, x in zip(packed, factors.place(whole), strict=True):
                 d._one = x
             found.append(Packed(names, factors, whole))
     return found
@@ -164,8 +180,78 @@ class Product:
         return inner(y, self.delta)
 
 
+class _Sorted:
+    """Uses in the groups that run at once, and the names of their parameters. Training repeats the
+    same operations, so this is found once and kept with the first of them (``Linear``)."""
+
+    def __init__(self, uses: Sequence[Use], limit: int) -> None:
+        self.limit, self.linears, self.marks = limit, [use.linear for use in uses], _marks(uses)
+        numbers = {id(use): i for i, use in enumerate(uses)}
+        self.groups: list[tuple[list[int], list[list[str]]]] = []  # uses, names for each leaf
+        self.left: list[int] = []  # uses that run one by one, or are not linear in parameters alone
+        for group in _at_once(uses, limit):
+            own = [numbers[id(use)] for use in group]
+            operands = zip(*(self.linears[i].operands for i in own), strict=True)
+            nodes = [[n for n in of_leaf if n is not None and n.param is not None]
+                     for of_leaf in operands]  # fmt: skip
+            if len(own) > 1 and all(len(some) == len(own) for some in nodes):
+                self.groups.append((own, [[n.name for n in some] for some in nodes]))
+            else:
+                self.left += own
+        names = [k for _, leaves in self.groups for some in leaves for k in some]
+        self.names = dict.fromkeys(names).keys()
+
+    @staticmethod
+    def of(uses: Sequence[Use | Product], limit: int) -> _Sorted | None:
+        """None: there are others among them."""
+        own = [use for use in uses if type(use) is Use]
+        if not own or len(own) < len(uses):
+            return None
+        known: list[_Sorted] = own[0].linear.sorted_with
+        linears, marks = [use.linear for use in own], _marks(own)
+        for x in known:
+            if x.limit == limit and same(x.linears, linears) and x.marks == marks:
+                return x
+        del known[: len(known) - _SORTED + 1]
+        known.append(_Sorted(own, limit))
+        return known[-1]
+
+
+def _marks(uses: Sequence[Use]) -> list[Any]:
+    """What groups depend on beside the operations."""
+    deltas = [use.delta for use in uses]
+    return [*map(_shape, deltas), *map(_dtype, deltas), *[use.by_rows for use in uses]]
+
+
 def add_uses(total: Tensor, uses: Sequence[Use | Product], u: Mapping[str, Direction]) -> None:
     """Add ⟨u_q, g_i⟩ of these uses to ``total`` [Q, columns]."""
+    limit = STACKED.get(total.device.type, STACKED["cpu"])
+    known = _Sorted.of(uses, limit) if total.is_cpu else None
+    if known is None or not known.names <= u.keys():
+        _add_uses(total, uses, u, limit)
+        return
+    for use in uses:
+        use.check()
+    with no_autocast("cpu"):
+        Direction.fill([u[k] for k in known.names])
+        for q, row in enumerate(total):
+            waiting: list[tuple[Use | Product, Tensor]] = []
+            for places, names in known.groups:
+                group: list[Any] = [uses[i] for i in places]
+                given = [torch.stack([u[k].of(q) for k in own]) for own in names]
+                y = Use.run(group, [x.to(group[0].dtype) for x in given])
+                if group[0].by_rows and y.is_cpu:
+                    row[: group[0].B] += _stacked_dots(y, [x.delta for x in group], group[0].B)
+                else:
+                    waiting += zip(group, y.unbind(), strict=True)
+            _add_dots(row, waiting)
+    _add_uses(total, [uses[i] for i in known.left], u, limit)
+
+
+def _add_uses(
+    total: Tensor, uses: Sequence[Use | Product], u: Mapping[str, Direction], limit: int
+) -> None:
+    """The same, of any uses."""
     moved = {n: not n.roots.isdisjoint(u) for n in {n for use in uses for n in use.nodes}}
     own = list(uses)
     if not all(moved.values()):
@@ -174,7 +260,7 @@ def add_uses(total: Tensor, uses: Sequence[Use | Product], u: Mapping[str, Direc
         return
     for use in own:
         use.check()
-    groups = list(_at_once(own, STACKED.get(total.device.type, STACKED["cpu"])))
+    groups = list(_at_once(own, limit))
     with no_autocast(total.device.type):
         for q, row in enumerate(total):
             moving = _moving(own, [n for n, yes in moved.items() if yes], u, q)

@@ -86,11 +86,11 @@ class Trail:
 
     def unchanged(self) -> bool:
         """Do all containers hold what they held?"""
-        (sizes, keys, values), now = self._noted, self._read()
+        sizes, keys, values = self._noted
         return (
-            now[0] == sizes
-            and (now[1] == keys if self._plain else same(now[1], keys))
-            and same(now[2], values)
+            list(map(len, self._dicts)) == sizes
+            and self._same_keys(keys)
+            and all(map(is_, chain.from_iterable(map(dict.values, self._dicts)), values))
             and not any(self._empty)
             and all(space.get(name, _MISSING) is x for space, name, x in self._names)
             and all(_content(cell) is x for cell, x in self._cells)
@@ -110,6 +110,10 @@ class Trail:
         self._dicts = [space for space in self._dicts if space]
         self._noted = self._read()
         self._plain = all(type(k) is str for k in self._noted[1])
+
+    def _same_keys(self, keys: list[Any]) -> bool:
+        now = list(chain.from_iterable(map(dict.__iter__, self._dicts)))
+        return now == keys if self._plain else same(now, keys)
 
     def _read(self) -> tuple[list[int], list[Any], list[Any]]:
         """Sizes, keys and values of all dictionaries."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +26,28 @@ def recurrent_on_gpu(modules: Sequence[nn.Module]) -> bool:
     return torch.cuda.is_initialized() and any(isinstance(m, nn.RNNBase) for m in modules)
 
 
+def training_of(modules: Sequence[nn.Module]) -> list[bool]:
+    """``module.training`` of each module."""
+    try:
+        return list(map(_TRAINING, map(vars, modules)))
+    except KeyError:  # a compiled module has it elsewhere
+        return [m.training for m in modules]
+
+
 def set_training(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
     """``module.training = mode``, without the slow ``Module.__setattr__``."""
-    for module, space, mode in zip(modules, map(vars, modules), modes, strict=True):
+    spaces = list(map(vars, modules))
+    if all(map(dict.__contains__, spaces, repeat("training"))):
+        deque(map(dict.__setitem__, spaces, repeat("training"), modes), maxlen=0)
+        return
+    for module, space, mode in zip(modules, spaces, modes, strict=True):
         if "training" in space:
             space["training"] = mode
-        else:  # a compiled module has it elsewhere
+        else:
             module.training = mode
+
+
+_TRAINING = itemgetter("training")
 
 
 def making_graph() -> bool:

@@ -17,6 +17,8 @@ import random
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, repeat
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -79,15 +81,32 @@ class Reached:
         self._roots = list(modules)
         self.lasting = True  # holds no tensor whose graph would be kept alive with it
         self._trail, self._stateless = Trail(), Trail()  # all that was gone through
+        self._bare: list[dict[str, Any]] = []  # of the stateless modules, without hooks and buffers
         for module in self._roots:
             self._module(module)
         self._value(loss, 0, inside=False)
         self._trail.note()
         self._stateless.note()
+        self._params = _params_in(self._bare)
 
-    def unchanged(self, modules: Sequence[nn.Module]) -> bool:
-        """Would a walk from these modules find the same again?"""
-        return same(self._roots, modules) and self._stateless.unchanged() and self.untouched()
+    def unchanged(self, modules: Sequence[nn.Module], thorough: bool = True) -> bool:
+        """Would a walk from these modules find the same again? ``thorough``: and are the attributes
+        of stateless modules, at which a walk does not look, the same?"""
+        return (
+            same(self._roots, modules)
+            and (self._stateless.unchanged() if thorough else self._still_bare())
+            and self.untouched()
+        )
+
+    def _still_bare(self) -> bool:
+        """Are the stateless modules still without hooks, buffers and a forward pass of their own,
+        and have they the same parameters?"""
+        try:
+            found = any(chain.from_iterable(map(_HOOKS_AND_BUFFERS, self._bare)))
+        except KeyError:
+            return False
+        found = found or any(map(dict.__contains__, self._bare, repeat("forward")))
+        return not found and same(_params_in(self._bare), self._params)
 
     def untouched(self) -> bool:
         """Has a pass replaced nothing of what is put back?"""
@@ -116,6 +135,7 @@ class Reached:
         bare = not hooked and not buffers_of(module) and "forward" not in space
         if type(module) in _STATELESS and bare:
             self._stateless.module(space)
+            self._bare.append(space)
             return
         self._trail.module(space)
         self.spaces.append((space, space.copy()))
@@ -247,6 +267,15 @@ class Reached:
         else:
             self._names(space)
         self._each(space.values(), depth, inside)
+
+
+_HOOKS_AND_BUFFERS = itemgetter(*MODULE_HOOKS, MODULE_STORES[0])
+_PARAMETERS = itemgetter(MODULE_STORES[1])
+
+
+def _params_in(spaces: Iterable[dict[str, Any]]) -> list[Any]:
+    """The parameters of modules with these namespaces."""
+    return list(chain.from_iterable(map(dict.values, map(_PARAMETERS, spaces))))
 
 
 def _library(x: Any) -> str:

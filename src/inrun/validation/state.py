@@ -143,7 +143,7 @@ class State:
     def _walk(self, modules: Sequence[nn.Module]) -> Reached:
         """What can be reached: as in the step before, if nothing was replaced since."""
         reached = self._reached
-        if reached is not None and reached.unchanged(modules):
+        if reached is not None and reached.unchanged(modules, bool(self._facts)):
             self._misses = 0
             return reached
         self._misses += reached is not None

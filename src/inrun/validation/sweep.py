@@ -37,6 +37,7 @@ class Gradients:
     # of(names, targets): gradients [targets, *W] by name, perhaps views of memory used again
     of: Callable[[Sequence[str], slice], dict[str, Tensor]]
     scale: Tensor | None = None  # [targets]: factors that ``of`` does not include yet
+    single: Mapping[str, Tensor] | None = None  # [*W] by name, of the only target
 
 
 class Sweep:

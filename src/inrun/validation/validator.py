@@ -28,6 +28,7 @@ from inrun.validation.modes import (
     making_graph,
     recurrent_on_gpu,
     set_training,
+    training_of,
     without_cudnn,
 )
 from inrun.validation.split import Split, shared_out
@@ -266,10 +267,8 @@ class Validator:
                     else:
                         loss, found = compute(batch, params)
                     total = total + loss.double() * weight
-                    new = [
-                        torch.zeros_like(p) if g is None else g
-                        for g, p in zip(found, params, strict=True)
-                    ]
+                    new = [torch.zeros_like(p) if g is None else g
+                           for g, p in zip(found, params, strict=True)]  # fmt: skip
                     grads = [a + b for a, b in zip(grads, new, strict=True)] if grads else new
             total, grads = self._split.summed(total, grads or [torch.zeros_like(p) for p in params])
             if scale == 1.0:
@@ -358,7 +357,7 @@ class Validator:
     def evaluating(self) -> Iterator[None]:
         """Around all passes of a step: evaluation mode, the training's autocast, a random state
         of their own."""
-        modules, modes = self.modules, [m.training for m in self.modules]
+        modules, modes = self.modules, training_of(self.modules)
         try:
             set_training(modules, [False] * len(modules))
             with (
@@ -393,7 +392,7 @@ class Validator:
 def _of_one(params: Iterable[str], loss: Tensor, grads: Sequence[Tensor]) -> Gradients:
     """Of one target."""
     found = dict(zip(params, grads, strict=True))
-    return Gradients(loss, lambda names, qs: {k: found[k].unsqueeze(0) for k in names})
+    return Gradients(loss, lambda names, qs: {k: found[k][None] for k in names}, single=found)
 
 
 def _times(loss: Tensor, factor: float) -> Tensor:
