@@ -184,6 +184,7 @@ def test_memory_does_not_grow(monkeypatch):
     """Apart from the history, what lives after 170 steps is what lived after 110, when
     orders are sampled no longer."""
     monkeypatch.setattr(MemoryLedger, "append", lambda ledger, record: None)
+    monkeypatch.setattr("inrun.capture.later.BATCHES", 10)  # none wait at either count
     _, step, _ = problem(audit_every=10)
 
     def tensors():

@@ -2,7 +2,7 @@
 
 A call of NumPy takes as long as some hundred numbers. So what a batch with few logits leaves is a
 copy of its log-probabilities and labels; the signals (signals.py) of all that wait are computed
-together when these are ``MOST`` numbers, or when somebody asks for one of them.
+together when these are ``MOST`` numbers or ``BATCHES``, or when somebody asks for one of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from inrun.torch_compat import DisableTorchFunction
 
-MOST = 2**15  # log-probabilities that wait
+MOST, BATCHES = 2**15, 64  # log-probabilities that wait, and of how many batches
 PIECE = 2**16  # that are worked on at a time: they fit into the cache
 _NONE = torch.empty(0, device="cpu")
 
@@ -36,7 +36,7 @@ class Together:
         with self._lock:
             self._waiting.append(kept)
             self._numbers += kept.logp.numel()
-            if self._numbers >= MOST:
+            if self._numbers >= MOST or len(self._waiting) >= BATCHES:
                 self._work()
 
     def work(self) -> None:
