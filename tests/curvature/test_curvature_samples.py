@@ -12,6 +12,8 @@ from inrun.curvature.layer import Layer
 from inrun.curvature.places import Place, places
 from inrun.curvature.samples import Formed, Product, apart, joined, samples
 
+IGNORED = 6
+
 
 class Tied(nn.Module):
     """Embedding and head are one; a norm, a LoRA pair, a convolution, a vector."""
@@ -34,7 +36,7 @@ class Tied(nn.Module):
 
 def lm(model, ids):
     out = model(ids)
-    return F.cross_entropy(out.flatten(0, 1), ids.roll(1, 1).flatten())
+    return F.cross_entropy(out.flatten(0, 1), ids.roll(1, 1).flatten(), ignore_index=IGNORED)
 
 
 def captured(model, ids, monkeypatch, **options):
@@ -65,7 +67,9 @@ def captured(model, ids, monkeypatch, **options):
 def test_gradients_of_single_examples(options, monkeypatch):
     torch.manual_seed(0)
     model = Tied(conv="tokens" not in options).double()  # positions that meet are refused
-    ids = torch.randint(0, 7, (5, 4))
+    ids = torch.randint(0, 6, (5, 4))
+    ids[1, 2:] = ids[3, 1:] = IGNORED  # texts of 4, 2, 4, 1 and 4 tokens
+    count = (ids != IGNORED).sum(1)
     twin = copy.deepcopy(model)
     found = captured(model, ids, monkeypatch, **options)
     params = dict(twin.named_parameters())
@@ -75,10 +79,13 @@ def test_gradients_of_single_examples(options, monkeypatch):
     if twin.conv is not None:
         assert own["conv.weight"].bias == "conv.bias"
     for name, place in own.items():
-        # the mean loss over the batch: B times a row's part is its own loss
+        # B times a row's part of the mean over all tokens, √n times as much for its n tokens
         each = [
-            torch.autograd.grad(lm(twin, ids[i : i + 1]), [params[k] for k in place.names])
-            for i in range(5)
+            torch.autograd.grad(
+                lm(twin, ids[i : i + 1]) * n * n**0.5 * 5 / count.sum(),
+                [params[k] for k in place.names],
+            )
+            for i, n in enumerate(count)
         ]
         g = joined(place, [torch.stack(rows) for rows in zip(*each, strict=True)], params[name])
         layer = Layer(place, params[name].shape)

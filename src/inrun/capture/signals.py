@@ -300,6 +300,14 @@ def _sums(micro: MicroBatch, rows: Tensor, whose: Layout | Tensor, g: Tensor) ->
     return to_rows(kept, behind, micro.B).flatten(2).sum(2).T  # [B, 5, …]
 
 
+def predictions(micro: MicroBatch) -> Tensor | None:
+    """Of how many rows the loss of each example is made [B], at least 1; None: of one, or not
+    known."""
+    if not isinstance(micro.signals, Tensor):
+        return None
+    return micro.signals[4].clamp(min=1)
+
+
 def of_examples(micros: Sequence[MicroBatch]) -> Tensor | Later | None:
     """The signals of the examples of a step, later; or [5, B]: sums over the rows of each that
     count, and how many these are; None without any."""

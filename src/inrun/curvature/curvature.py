@@ -5,7 +5,9 @@ At an observed step, before ``optimizer.step()``, for each weight with its bias:
 1. scale: κ from the optimizer's mean squares (layer.py);
 2. time: τ grows by the effective learning rate (``effective_rate``), for all steps since the last
    observation;
-3. sample: the gradients of a few examples of the step go into the running means.
+3. sample: the gradients of a few examples of the step go into the running means, each times the
+   root of how many predictions its loss is the mean of (the tokens of a text): the Fisher matrix of
+   a mean of n losses is n times the second moment of its gradient, if the n are independent.
 
 Several ranks sample examples of their own and share the means: all have the curvature of the global
 batch, and no gradient of a single example is sent.
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from inrun.capture.micro_batch import MicroBatch
+from inrun.capture.signals import predictions
 from inrun.curvature.layer import FIRST, Layer
 from inrun.curvature.places import places
 from inrun.curvature.samples import Shared, samples
@@ -140,6 +143,8 @@ class Curvature:
         drawn, every = _counts(world, micro.B, sum(m.B for m in some))
         # the training loss is the mean over the examples of the step, g_i the part of one in it
         factor = scale * world.share * every
+        if n and (rows := predictions(micro)) is not None:
+            factor = factor * rows[first : first + n].sqrt()
         for name, sample in samples(micro, sampled, params, first, n, factor):
             joint = sample if world.alone else Shared(sample, world.total, micro.B / drawn)
             self.layers[name].see(joint)

@@ -138,8 +138,9 @@ def samples(
     micro: MicroBatch, places: Mapping[str, Place], params: Mapping[str, Tensor], first: int,
     n: int, factor: Any,
 ) -> Iterator[tuple[str, Sample]]:  # fmt: skip
-    """The gradients, times ``factor``, of examples ``first`` to ``first + n`` of a micro-batch, by
-    the name of the place; 0 of places that it did not meet, and of one example if n is 0."""
+    """The gradients, times ``factor`` (a number, or one for each), of examples ``first`` to
+    ``first + n`` of a micro-batch, by the name of the place; 0 of places that it did not meet, and
+    of one example if n is 0."""
     met: dict[str, list[tuple[Node, Record]]] = {}
     for node, records in micro.by_example():
         for root in node.roots & params.keys():
@@ -180,7 +181,7 @@ def _product(place: Place, record: Record, weight: Tensor, factor: Any) -> Produ
     record = record.to(weight.device)
     assert isinstance(record, Pair)
     a, delta = (wide(x) for x in in_one_type(record.a, record.delta))
-    a, delta = a.to(_type(weight)), delta.to(_type(weight)) * factor
+    a, delta = a.to(_type(weight)), _times(delta.to(_type(weight)), factor)
     if place.bias is not None:
         a = torch.nn.functional.pad(a, (0, 1), value=1.0)
     return Product(delta, a) if record.transposed else Product(a, delta)
@@ -195,7 +196,14 @@ def _rows(name: str, uses: Uses, param: Tensor, first: int, n: int, factor: Any)
         total = own if total is None else total + own
     if total is None:
         return torch.zeros((n, *param.shape), dtype=_type(param), device=param.device)
-    return total * factor
+    return _times(total, factor)
+
+
+def _times(x: Tensor, factor: Any) -> Tensor:
+    """x [n, …] times a number, or times one for each [n]."""
+    if isinstance(factor, Tensor) and factor.ndim:
+        factor = factor.to(x).view(-1, *[1] * (x.ndim - 1))
+    return x * factor
 
 
 def joined(place: Place, rows: Sequence[Tensor | None], weight: Tensor) -> Tensor:
