@@ -323,8 +323,11 @@ def conditions(found: dict[str, Any]) -> list[str]:
             f"seeds; a training takes {p['plain_seconds']:.2g} s"
             f"{' of CPU time' if p.get('cpu_seconds') else ''}."
         )
-        if all(m["runs"] == 1 for m in p["methods"].values()):
+        single = [k for k, m in p["methods"].items() if m["runs"] == 1]
+        if len(single) == len(p["methods"]):
             lines[-1] += " Credits are of one run."
+        elif single:
+            lines[-1] += f" Of one run: {'; '.join(single)}."
         if p["failed"]:
             lines.append(
                 f"  Did not run: {'; '.join(f'{k} ({v})' for k, v in p['failed'].items())}."
