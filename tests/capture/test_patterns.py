@@ -217,8 +217,19 @@ def test_the_contents_of_an_index_tensor_are_read_in_every_step():
     assert np.allclose(*tables, rtol=1e-9, atol=1e-12)
 
 
+def aminmax_has_a_derivative():
+    """torch 2.11 has none."""
+    try:
+        torch.aminmax(torch.ones(1, 2, requires_grad=True), dim=1)[0].sum().backward()
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("how", ["hook", "tuple"])
 def test_calls_that_are_remembered_keep_nothing_alive(how):
+    if how == "tuple" and not aminmax_has_a_derivative():
+        pytest.skip("needs the derivative of torch.aminmax")
     kept = []
 
     def function(m, x):
