@@ -14,13 +14,6 @@ from inrun.report.facts import cards, describe, facts_of
 STEPS, B, FEATURES = 12, 8, 40
 
 
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def rows(n, seed):
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(n, FEATURES, generator=rng, dtype=torch.float64)

@@ -14,13 +14,6 @@ from inrun.report.noise import halves_agree, in_words
 STEPS, B = 6, 4
 
 
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def rows(n, seed):
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(n, 5, generator=rng, dtype=torch.float64)

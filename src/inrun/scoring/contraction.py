@@ -38,20 +38,14 @@ Products = tuple[Tensor, Tensor]  # ⟨u_q, g_i⟩ [Q, B] and ⟨u_q, G⟩ [Q]
 
 
 def group_values(
-    points: Sequence[Gradients],
-    maps: Sequence[Mapping[str, LinearMap]],
-    ratios: Mapping[str, Tensor] | None,
-    G: Mapping[str, Tensor],
-    micros: Sequence[MicroBatch],
-    parts: Sequence[Sequence[str]],
-    Q: int,
-    contract: Callable[..., Products],
+    points: Sequence[Gradients], maps: Sequence[Mapping[str, LinearMap]],
+    ratios: Mapping[str, Tensor] | None, G: Mapping[str, Tensor], micros: Sequence[MicroBatch],
+    parts: Sequence[Sequence[str]], Q: int, contract: Callable[..., Products],
     keep: Sequence[Keep | None] | None = None,
-) -> list[Products]:
+) -> list[Products]:  # fmt: skip
     """The products of a group of Q targets, through the maps of each estimator.
 
     ``keep``: of each estimator, what receives its directions and factors on their values.
-
     ``ratios`` is ḡ/G where clipping gave each coordinate its own, ``contract`` the function below
     or the one for shards (sharded.py). One target: the whole model at once. Several: a few
     parameters at a time, and no more targets at a time than fit the memory; their gradients are
@@ -59,17 +53,10 @@ def group_values(
     """
 
     def some(names: Sequence[str], qs: slice) -> list[Products]:
-        single = points[0].single if len(points) == 1 else None
-        v: Mapping[str, Tensor]
-        if single is not None and next(iter(single.values())).is_cpu:
-            v = {k: single[k] for k in names}
-        else:
-            v, single = _mean([p.of(names, qs) for p in points]), None
-        if next(iter(v.values())).is_cuda:  # once, for all kernels that will read them
-            v = dict(zip(v, contraction_kernel.all_rows_in_order([*v.values()]), strict=True))
+        v, single = _gradients(points, names, qs)
         own, found = {k: G[k] for k in names}, []
         for f, receive in zip(maps, keep or [None] * len(maps), strict=True):
-            u = directions_through(f, v, ratios, single is not None)
+            u = directions_through(f, v, ratios, single)
             found.append(contract(u, own, micros))
             if receive is not None:
                 receive(u, points[0].scale if Q > 1 else None)
@@ -82,15 +69,29 @@ def group_values(
     for names in _pieces(parts, G, small // Q):
         n = _targets_at_once(Q, large // sum(G[k].numel() for k in names))
         pieces.append([some(names, slice(q, min(q + n, Q))) for q in range(0, Q, n)])
-    scale = points[0].scale
-    found = []
-    for e in range(len(maps)):
-        by_piece = [[torch.cat(x) for x in zip(*(f[e] for f in p), strict=True)] for p in pieces]
-        values, sums = (sum(x[1:], x[0]) for x in zip(*by_piece, strict=True))
-        if scale is not None:
-            values, sums = values * scale[:, None], sums * scale
-        found.append((values, sums))
-    return found
+    return [_whole([[f[e] for f in p] for p in pieces], points[0].scale) for e in range(len(maps))]
+
+
+def _gradients(
+    points: Sequence[Gradients], names: Sequence[str], qs: slice
+) -> tuple[Mapping[str, Tensor], bool]:
+    """The validation gradients of some parameters and targets [Q, *W], the mean over the points; or
+    [*W], and True, of the only target on a host."""
+    single = points[0].single if len(points) == 1 else None
+    if single is not None and next(iter(single.values())).is_cpu:
+        return {k: single[k] for k in names}, True
+    v = _mean([p.of(names, qs) for p in points])
+    if next(iter(v.values())).is_cuda:  # once, for all kernels that will read them
+        v = dict(zip(v, contraction_kernel.all_rows_in_order([*v.values()]), strict=True))
+    return v, False
+
+
+def _whole(pieces: Sequence[Sequence[Products]], scale: Tensor | None) -> Products:
+    """The products by all parameters and for all targets, from those of each piece of the model and
+    each few targets; times ``scale`` [Q]."""
+    each = [[torch.cat(x) for x in zip(*piece, strict=True)] for piece in pieces]
+    values, sums = (sum(x[1:], x[0]) for x in zip(*each, strict=True))
+    return (values, sums) if scale is None else (values * scale[:, None], sums * scale)
 
 
 def directions_through(
