@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import inrun
 from inrun.capture import later, signals
-from inrun.capture.later import Kept, Several, Together
+from inrun.capture.later import Deferred, Several, Together
 
 N, C = 24, 5
 
@@ -27,12 +27,14 @@ def obvious(z: Tensor, y: Tensor) -> np.ndarray:
     return torch.stack([loss, (p - onehot).norm(dim=1), margin, y.double()]).numpy()
 
 
-def kept(together: Together, B: int, classes: int, ignore: int = -100) -> tuple[Kept, np.ndarray]:
+def kept(
+    together: Together, B: int, classes: int, ignore: int = -100
+) -> tuple[Deferred, np.ndarray]:
     z, y = torch.randn(B, classes), torch.randint(classes, (B,))
     wanted = obvious(z, y)
     if ignore >= 0:
         wanted[:, (y == ignore).numpy()] = np.nan
-    return Kept(z.log_softmax(1), y, ignore, together), wanted
+    return Deferred(z.log_softmax(1), y, ignore, together), wanted
 
 
 def test_each_step_gets_its_own_signals():

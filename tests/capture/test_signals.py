@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inrun.capture.capture import Capture
-from inrun.capture.later import Kept, Together
+from inrun.capture.later import Deferred, Together
 from inrun.capture.later import means as example_means
 from inrun.capture.signals import FEW, Labelled, computed, of_examples, on_host, row_signals
 
@@ -60,9 +60,9 @@ def signals(model: nn.Module, x: Tensor, loss, B: int = B, **options) -> Tensor 
     return exact(found)
 
 
-def exact(found: Tensor | Kept | None) -> Tensor | None:
+def exact(found: Tensor | Deferred | None) -> Tensor | None:
     """The signals, as exact as the model."""
-    if isinstance(found, Kept):
+    if isinstance(found, Deferred):
         found = found.rows()
     return None if found is None else torch.from_numpy(example_means(found.numpy()))
 
@@ -237,7 +237,7 @@ def test_few_rows_by_numpy_are_those_by_torch(monkeypatch, dtype):
     y = torch.tensor([0, 1, 2, 3, 7, 0, 7, 1, 2])
     loss = Labelled(z, y, 1, ignore=7, logarithms=True, normalised=True)
     assert on_host(loss, FEW)
-    found = Kept(z, y, 7, Together()).rows()
+    found = Deferred(z, y, 7, Together()).rows()
     z0, y0 = z.clone(), y.clone()
     monkeypatch.setattr("inrun.capture.signals.SOME", 0)
     torch.testing.assert_close(found, computed(loss), rtol=1e-6, atol=1e-6)

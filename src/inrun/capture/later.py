@@ -27,11 +27,11 @@ class Together:
     """Batches of which the signals are not computed yet."""
 
     def __init__(self) -> None:
-        self._waiting: list[Kept] = []
+        self._waiting: list[Deferred] = []
         self._numbers = 0
         self._lock = threading.Lock()  # tables may be asked for in another thread
 
-    def add(self, kept: Kept) -> None:
+    def add(self, kept: Deferred) -> None:
         """Compute this one's signals with those of others."""
         with self._lock:
             self._waiting.append(kept)
@@ -45,7 +45,7 @@ class Together:
             self._work()
 
     def _work(self) -> None:
-        alike: dict[Any, list[Kept]] = {}
+        alike: dict[Any, list[Deferred]] = {}
         for kept in self._waiting:
             alike.setdefault((kept.logp.shape[1], kept.logp.dtype), []).append(kept)
         for some in alike.values():
@@ -63,7 +63,7 @@ class Together:
         self._waiting, self._numbers = [], 0
 
 
-class Kept:
+class Deferred:
     """[4, B]: loss, EL2N, margin and label of the examples of a batch, of whose loss row k is the
     only one of example k. ``np.asarray`` computes them; they never change."""
 
@@ -113,7 +113,7 @@ class Kept:
 class Several:
     """The same of a step of several batches."""
 
-    def __init__(self, parts: Sequence[Kept]) -> None:
+    def __init__(self, parts: Sequence[Deferred]) -> None:
         self.parts = parts
         self.shape: tuple[int, ...] = (4, sum(k.B for k in parts))
         self.nbytes = sum(k.nbytes for k in parts)
@@ -122,7 +122,7 @@ class Several:
         return np.array(np.concatenate([np.asarray(k) for k in self.parts], axis=1), dtype)
 
 
-Later = Kept | Several
+Later = Deferred | Several
 
 
 def rows_of(logp: Tensor, y: Tensor, ignore: int | np.ndarray) -> np.ndarray:

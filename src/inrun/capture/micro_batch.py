@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from inrun.capture.later import Kept
+from inrun.capture.later import Deferred
 from inrun.errors import written_to
 from inrun.gradients import Call, Dense, Form, Record
 from inrun.gradients.cost import MANY, Layer, materialise
@@ -73,7 +73,7 @@ class MicroBatch:
     again: bool = False  # did another, or might one have?
     void: str | None = None  # why it cannot be scored
     nobody: bool = False  # may records have a row more, for what belongs to no example?
-    signals: Tensor | Kept | None = None  # [5, B] sums over the rows of losses (signals.py)
+    signals: Tensor | Deferred | None = None  # [5, B] sums over the rows of losses (signals.py)
     together: list[tuple[str, frozenset[str]]] = field(default_factory=list)  # see Keeper
     doubts: list[tuple[str, Tensor]] = field(default_factory=list)  # flags: owners disagree in ...
     _records: dict[Node, list[Record]] = field(default_factory=dict)

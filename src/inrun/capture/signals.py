@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inrun.capture.later import Kept, Later, Several, Together, rows_of
+from inrun.capture.later import Deferred, Later, Several, Together, rows_of
 from inrun.capture.micro_batch import MicroBatch
 from inrun.tensors.autocast import no_autocast
 from inrun.tensors.layout import Layout, to_rows
@@ -147,10 +147,10 @@ def _signed(x: int) -> int:
     return x - 2**64 if x >= 2**63 else x
 
 
-def _rows_later(loss: Labelled, together: Together) -> Kept | Tensor:
+def _rows_later(loss: Labelled, together: Together) -> Deferred | Tensor:
     """The signals of the rows; the loss itself, if it is a small one."""
     if on_host(loss, FEW):
-        return Kept(loss.logits, loss.labels, loss.ignore, together)
+        return Deferred(loss.logits, loss.labels, loss.ignore, together)
     return computed(loss)
 
 
@@ -267,7 +267,7 @@ def _binary_rows(z: Tensor, t: Tensor) -> Tensor:
 
 
 def _arrived(
-    micro: MicroBatch, rows: Kept | Tensor, whose: Layout | Tensor, g: Tensor | None
+    micro: MicroBatch, rows: Deferred | Tensor, whose: Layout | Tensor, g: Tensor | None
 ) -> None:
     """The gradient of a loss: the rows where it is not 0 are part of the training."""
     if g is None:
@@ -275,13 +275,13 @@ def _arrived(
     with DisableTorchFunction():  # g: one number, or one for each row
         whole = g.ndim == 0 and g.is_cpu and g.item() != 0
         alone = whole and micro.signals is None and isinstance(whose, Layout)
-        if alone and isinstance(rows, Kept) and rows.B == micro.B:
+        if alone and isinstance(rows, Deferred) and rows.B == micro.B:
             rows.own()
             micro.signals = rows
             return
     with torch.no_grad(), DisableTorchFunction():
-        rows = rows.rows() if isinstance(rows, Kept) else rows
-        had = micro.signals.rows() if isinstance(micro.signals, Kept) else micro.signals
+        rows = rows.rows() if isinstance(rows, Deferred) else rows
+        had = micro.signals.rows() if isinstance(micro.signals, Deferred) else micro.signals
         if whole and isinstance(whose, Layout) and rows.ndim == 2 and whose.outer == 1:
             sums = rows if rows.shape[1] == micro.B else rows.view(5, micro.B, -1).sum(2)
         else:
@@ -311,12 +311,12 @@ def predictions(micro: MicroBatch) -> Tensor | None:
 def of_examples(micros: Sequence[MicroBatch]) -> Tensor | Later | None:
     """The signals of the examples of a step, later; or [5, B]: sums over the rows of each that
     count, and how many these are; None without any."""
-    small = [m.signals for m in micros if isinstance(m.signals, Kept)]
+    small = [m.signals for m in micros if isinstance(m.signals, Deferred)]
     if small and len(small) == len(micros):
         for kept in small:
             kept.wait()
         return small[0] if len(small) == 1 else Several(small)
-    parts = [m.signals.rows() if isinstance(m.signals, Kept) else m.signals for m in micros]
+    parts = [m.signals.rows() if isinstance(m.signals, Deferred) else m.signals for m in micros]
     known = [s for s in parts if s is not None]
     if len(micros) <= 1 or not known:
         return known[0] if known else None
